@@ -1,0 +1,34 @@
+# make run     check and measure every step found under stages/, print the ladder
+# make test    run the tests
+# make lab     open the lessons in Jupyter
+# make bench   time the steps and their peers (needs a Hopper GPU)
+# make docs    rewrite what is generated from docs/results: README tables, plots
+#
+# Each target makes .venv when it is missing. PYTHON picks the interpreter (3.11 or 3.12); ARGS is passed on:
+#   make run ARGS="--stage 01"     make test ARGS="tests/test_check.py -x"
+
+PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
+  $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+
+.PHONY: run test lab bench docs
+run: .venv/ready
+	$(BIN)/hopperlab run $(ARGS)
+
+test: .venv/ready
+	$(BIN)/python -m pytest $(ARGS)
+
+lab: .venv/ready
+	$(BIN)/jupyter lab stages $(ARGS)
+
+bench: .venv/ready
+	$(BIN)/hopperlab bench $(ARGS)
+
+docs: .venv/ready
+	$(BIN)/hopperlab report
+
+.venv/ready: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or 3.12 on the PATH. Install one, or name it: make PYTHON=/path/to/python3.12"; exit 1; }
+	$(PYTHON) -m venv .venv || { echo "'$(PYTHON) -m venv' failed. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[course,test]'
+	touch $@

@@ -1,0 +1,116 @@
+"""Exercises, made from the finished kernels: the same file with its answers taken out.
+
+``kernel.cu`` marks what a learner writes:
+
+    // BLANK 2: read and decode the element, if it lies inside the matrix
+    ...the answer...
+    // END BLANK
+
+``exercise.cu`` is that file without the answers. Solving only ever adds lines between the two marks, so a learner's
+file can always be compared with the one it came from.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from hopperlab import stage as stages
+
+_BLANK = re.compile(r"^(?P<indent>[ \t]*)// BLANK (?P<number>\d+): (?P<task>.*)\n(?P<body>(?:.*\n)*?)[ \t]*// END BLANK.*\n", re.M)
+
+
+@dataclass(frozen=True)
+class Blank:
+    """One place to fill in."""
+
+    number: int
+    task: str
+    body: str
+
+    @property
+    def lines(self) -> int:
+        """Lines of code in it, comments and empty lines left out."""
+        code = [re.sub(r"//.*", "", line).strip() for line in self.body.splitlines()]
+        return sum(1 for line in code if line)
+
+    @property
+    def empty(self) -> bool:
+        return self.lines == 0
+
+
+def blanks(text: str) -> list[Blank]:
+    """The blanks of a kernel or an exercise, in order."""
+    found = [Blank(int(match["number"]), match["task"].split("  (about")[0], match["body"]) for match in _BLANK.finditer(text)]
+    if [blank.number for blank in found] != list(range(1, len(found) + 1)):
+        raise ValueError(f"blanks are numbered {[blank.number for blank in found]}; they must count up from 1")
+    return found
+
+
+def make(kernel: str, stage_number: str) -> str:
+    """The exercise for a finished kernel's text."""
+    blanks(kernel)  # refuses wrong numbering
+
+    def emptied(match: re.Match) -> str:
+        lines = Blank(0, "", match["body"]).lines
+        about = f"  (about {lines} line{'s' * (lines > 1)}; stuck? hopperlab hint {stage_number} {match['number']})"
+        return f"{match['indent']}// BLANK {match['number']}: {match['task']}{about}\n{match['indent']}// END BLANK\n"
+
+    return _BLANK.sub(emptied, kernel)
+
+
+def strip(exercise: str) -> str:
+    """A learner's file with what they wrote in the blanks taken out again."""
+
+    def emptied(match: re.Match) -> str:
+        head, tail = match.start("body") - match.start(), match.end("body") - match.start()
+        return match[0][:head] + match[0][tail:]
+
+    return _BLANK.sub(emptied, exercise)
+
+
+def hints(folder: Path) -> dict[int, list[str]]:
+    """Hints of a stage by blank, each a list from gentle to plain, read from its ``hints.md``.
+
+    The file has a heading ``## Blank N`` for each blank and a list item for each hint.
+    """
+    found: dict[int, list[str]] = {}
+    for section in re.split(r"^## Blank ", (folder / "hints.md").read_text(), flags=re.M)[1:]:
+        number, _, body = section.partition("\n")
+        items = re.split(r"^- ", body, flags=re.M)[1:]
+        found[int(number.split()[0])] = [item.strip() for item in items]
+    return found
+
+
+def require_filled(source: Path, number: int, stage_number: str) -> None:
+    """Fail the running test when a blank of the learner's file is still empty, naming it and its hint."""
+    import pytest
+
+    blank = blanks(source.read_text())[number - 1]
+    if blank.empty:
+        pytest.fail(f"BLANK {number} of {source.name} is still empty: {blank.task}. "
+                    f"Stuck? hopperlab hint {stage_number} {number}", pytrace=False)  # fmt: skip
+
+
+def write(folder: Path, reset: bool = False) -> str:
+    """Write a stage's exercise.cu from its kernel.cu. A file with answers in it is kept unless ``reset``. Says what it did."""
+    target = folder / "exercise.cu"
+    text = make((folder / "kernel.cu").read_text(), folder.name[:2])
+    if target.exists() and not reset:
+        current = target.read_text()
+        if current == text:
+            return f"{target.name} is up to date"
+        if any(not blank.empty for blank in blanks(current)):
+            return f"{target.name} holds answers and was kept; --reset replaces it"
+    target.write_text(text)
+    return f"wrote {target}"
+
+
+def progress() -> list[tuple[str, list[Blank]]]:
+    """(stage folder name, blanks of its exercise.cu) for every stage that has one."""
+    return [
+        (folder.name, blanks((folder / "exercise.cu").read_text()))
+        for folder in stages.folders()
+        if (folder / "exercise.cu").exists()
+    ]

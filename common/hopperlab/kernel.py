@@ -1,0 +1,197 @@
+"""A CUDA kernel that runs where its tensors are: the cubin on the GPU, the PTX of the same source on the simulator.
+
+    kernel = Kernel("stages/01_naive/naive.cu", "naive", {"BLOCK_M": 16, ...})
+    kernel[grid, block](a, b, out, m, n, k)                         # sizes as ints or tuples of up to three
+    kernel[grid, block, cluster, shared_bytes](a, b, out, m, n, k)
+
+The grid counts CTAs, as in CUDA's ``<<<grid, block>>>``. Launches on a GPU are asynchronous, on the current stream of torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hopperlab import compile as compiler
+
+# Limits of compute capability 9.0 (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
+MAX_THREADS_PER_CTA = 1024
+MAX_GRID = (2**31 - 1, 65535, 65535)
+MAX_CLUSTER = 8  # the portable limit
+MAX_SHARED_BYTES = 227 * 1024
+
+_SCALAR_TYPES = {
+    "f32": ctypes.c_float, "f64": ctypes.c_double,
+    "u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32, "u64": ctypes.c_uint64,
+    "s8": ctypes.c_int8, "s16": ctypes.c_int16, "s32": ctypes.c_int32, "s64": ctypes.c_int64,
+    "b8": ctypes.c_uint8, "b16": ctypes.c_uint16, "b32": ctypes.c_uint32, "b64": ctypes.c_uint64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a kernel, as the PTX declares it."""
+
+    name: str
+    type: str  # "u32", "f32", "u64" (also every pointer), "b8" for a struct
+    bytes: int
+
+
+class Kernel:
+    """One entry of one ``.cu`` file, compiled with one set of constants.
+
+    path: the source file. entry: the name of its ``extern "C" __global__`` function.
+    constants: macros, see :func:`hopperlab.compile.compile_source`. The file is compiled at the first use.
+    """
+
+    def __init__(self, path: str | Path, entry: str, constants: dict[str, object] | None = None):
+        self.path, self.entry, self.constants = Path(path), entry, dict(constants or {})
+
+    def __repr__(self):
+        return f"Kernel({self.path.name}, {self.entry}, {self.constants})"
+
+    @functools.cached_property
+    def compiled(self) -> compiler.Compiled:
+        return compiler.compile_file(self.path, self.constants)
+
+    @property
+    def resources(self) -> compiler.Resources:
+        """Registers, shared memory and spills, as ptxas reported them."""
+        return self.compiled.resources[self.entry]
+
+    @functools.cached_property
+    def parameters(self) -> list[Parameter]:
+        """The kernel's parameters in order, read from its PTX."""
+        match = re.search(rf"\.entry\s+{re.escape(self.entry)}\s*\((.*?)\)", self.compiled.ptx, re.S)
+        if match is None:
+            entries = re.findall(r"\.entry\s+(\w+)", self.compiled.ptx)
+            raise ValueError(f'entry: {self.path.name} has no kernel "{self.entry}"; it has {entries}. '
+                             'Is the function declared extern "C" __global__?')  # fmt: skip
+        found = []
+        for item in re.finditer(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(\w+)(?:\[(\d+)\])?", match[1]):
+            size = int(re.sub(r"\D", "", item[1])) // 8 * int(item[3] or 1)
+            found.append(Parameter(item[2], item[1], size))
+        return found
+
+    def __getitem__(self, launch) -> functools.partial:
+        if not isinstance(launch, tuple) or not 2 <= len(launch) <= 4:
+            raise TypeError(f"kernel[grid, block], kernel[grid, block, cluster] or "
+                            f"kernel[grid, block, cluster, shared_bytes]; got kernel[{launch!r}]")  # fmt: skip
+        grid, block, cluster, shared_bytes = launch + (1, 0)[len(launch) - 2 :]
+        grid, block, cluster = _dim3("grid", grid), _dim3("block", block), _dim3("cluster", cluster)
+        _check_launch(grid, block, cluster, shared_bytes)
+        return functools.partial(self.launch, grid=grid, block=block, cluster=cluster, shared_bytes=shared_bytes)
+
+    def launch(self, *arguments, grid, block, cluster=(1, 1, 1), shared_bytes=0, **simulator_options):
+        """Launch on the device of the tensors among ``arguments``.
+
+        Tensors are passed as pointers; ints, floats and bools by the type the kernel declares; ``TensorMap`` by value.
+        ``simulator_options`` (order, seed, trace, …) go to :func:`hopperlab.sim.launch`; on a GPU they are refused.
+        Returns the simulator's report, or None on a GPU.
+        """
+        device = self._device(arguments)
+        if len(arguments) != len(self.parameters):
+            raise TypeError(f"{self.entry} takes {len(self.parameters)} arguments "
+                            f"({', '.join(p.type for p in self.parameters)}), {len(arguments)} were given")  # fmt: skip
+        if device.type == "cpu":
+            from hopperlab import sim
+
+            return sim.launch(
+                self.compiled.ptx, self.entry, list(arguments), grid=grid, block=block, cluster=cluster,
+                shared_bytes=shared_bytes, registers=self.resources.registers, **simulator_options,
+            )  # fmt: skip
+        if simulator_options:
+            raise TypeError(f"{sorted(simulator_options)} are options of the simulator; "
+                            "move the tensors to the CPU to use them")  # fmt: skip
+        self._launch_on_gpu(device, arguments, grid, block, cluster, shared_bytes)
+        return None
+
+    def _device(self, arguments) -> torch.device:
+        devices = {a.device for a in arguments if isinstance(a, torch.Tensor)}
+        devices |= {a.tensor.device for a in arguments if hasattr(a, "tensor") and isinstance(a.tensor, torch.Tensor)}
+        if len(devices) != 1:
+            raise ValueError(f"arguments of {self.entry}: tensors of one device are needed to choose the machine, "
+                             f"got {sorted(map(str, devices)) or 'no tensor'}")  # fmt: skip
+        return devices.pop()
+
+    def _launch_on_gpu(self, device, arguments, grid, block, cluster, shared_bytes):
+        from cuda.core import LaunchConfig, Stream, launch
+
+        kernel = self._loaded(device.index, shared_bytes)
+        converted = [self._gpu_argument(a, p) for a, p in zip(arguments, self.parameters)]
+        config = _launch_config(LaunchConfig, grid, block, cluster, shared_bytes)
+        with torch.cuda.device(device):
+            stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+            launch(stream, config, kernel, *converted)
+
+    @functools.cache  # noqa: B019 - kernels live as long as the process
+    def _loaded(self, device_index: int, shared_bytes: int):
+        from cuda.bindings import driver
+        from cuda.core import Device, ObjectCode
+
+        major, minor = torch.cuda.get_device_capability(device_index)
+        if (major, minor) != (9, 0):
+            raise RuntimeError(f"{self.entry} is built for {compiler.ARCHITECTURE}, {torch.cuda.get_device_name(device_index)} "
+                               f"is sm_{major}{minor}; move the tensors to the CPU to run on the simulator")  # fmt: skip
+        with torch.cuda.device(device_index):
+            Device(device_index).set_current()  # the primary context, which torch uses too
+            kernel = ObjectCode.from_cubin(self.compiled.cubin).get_kernel(self.entry)
+            if shared_bytes > 48 * 1024:  # beyond the default limit a kernel must opt in
+                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, device_index)
+                if status != driver.CUresult.CUDA_SUCCESS:
+                    raise RuntimeError(f"shared_bytes: the driver refused {shared_bytes} bytes ({status.name})")
+        return kernel
+
+    @staticmethod
+    def _gpu_argument(argument, parameter: Parameter):
+        if isinstance(argument, torch.Tensor):
+            if parameter.type not in ("u64", "b64"):
+                raise TypeError(f"{parameter.name} is {parameter.type}, not a pointer; a tensor was given")
+            return argument.data_ptr()
+        if hasattr(argument, "encode"):
+            return argument.encode()
+        if isinstance(argument, (bool, int, float)):
+            kind = _SCALAR_TYPES[parameter.type]
+            value = kind(argument)
+            if isinstance(argument, int) and kind not in (ctypes.c_float, ctypes.c_double):
+                bits = 8 * ctypes.sizeof(kind)  # PTX declares int as u32: both ranges are right
+                if not -(2 ** (bits - 1)) <= argument < 2**bits:
+                    raise OverflowError(f"{parameter.name} is {parameter.type}; {argument} does not fit in {bits} bits")
+            return value
+        raise TypeError(f"{parameter.name}: got {type(argument).__name__}, allowed are tensors, TensorMap, int, float, bool")
+
+
+def _dim3(name: str, value) -> tuple[int, int, int]:
+    sizes = (value,) if isinstance(value, int) else tuple(value)
+    if not 1 <= len(sizes) <= 3 or not all(isinstance(size, int) and size >= 1 for size in sizes):
+        raise ValueError(f"{name}: got {value!r}, allowed are one to three integers of at least 1")
+    return sizes + (1,) * (3 - len(sizes))
+
+
+def _check_launch(grid, block, cluster, shared_bytes):
+    if math.prod(block) > MAX_THREADS_PER_CTA:
+        raise ValueError(f"block: got {block}, {math.prod(block)} threads; allowed are {MAX_THREADS_PER_CTA}")
+    for size, limit, axis in zip(grid, MAX_GRID, "xyz"):
+        if size > limit:
+            raise ValueError(f"grid.{axis}: got {size}, allowed is at most {limit}")
+    if math.prod(cluster) > MAX_CLUSTER:
+        raise ValueError(f"cluster: got {cluster}, {math.prod(cluster)} CTAs; allowed are {MAX_CLUSTER}")
+    if any(g % c for g, c in zip(grid, cluster)):
+        raise ValueError(f"grid: {grid} is not a multiple of the cluster {cluster}; round the grid up")
+    if not 0 <= shared_bytes <= MAX_SHARED_BYTES:
+        raise ValueError(f"shared_bytes: got {shared_bytes}, allowed are 0 to {MAX_SHARED_BYTES} per CTA")
+
+
+@functools.cache
+def _launch_config(launch_config, grid, block, cluster, shared_bytes):
+    if math.prod(cluster) == 1:
+        return launch_config(grid=grid, block=block, shmem_size=shared_bytes)
+    clusters = tuple(g // c for g, c in zip(grid, cluster))  # cuda.core counts the grid in clusters
+    return launch_config(grid=clusters, cluster=cluster, block=block, shmem_size=shared_bytes)

@@ -1,0 +1,155 @@
+"""Finds the stages of the course on disk, and the steps each one lists.
+
+A stage is a folder ``stages/NN_name`` with a ``stage.py`` that defines ``TITLE`` and ``STEPS``, a list of :class:`Step`.
+The harness knows no stage by name: what it finds, it checks, measures and puts on the ladder.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from hopperlab import capability
+from hopperlab.quantize import ScaledTensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kernel of a stage: how to call it, what it computes, what it can be given.
+
+    gemm      (a, b, out) -> None: fills ``out`` (M, N) with A (M, K) times B (N, K) transposed, wherever the tensors are
+    expected  (a, b, out_dtype) -> the output bit for bit, from the model of its arithmetic; None when not modelled
+    bound     (a, b, out_dtype) -> largest allowed error per element; used when ``expected`` is None
+    tile      (block_m, block_n), to name tiles
+    """
+
+    name: str
+    title: str
+    source: str  # file in the stage's folder
+    language: str  # "cuda" or "triton"
+    gemm: Callable[[ScaledTensor, ScaledTensor, torch.Tensor], None]
+    expected: Callable | None = None
+    bound: Callable | None = None
+    tile: tuple[int, int] = (128, 128)
+    recipes: tuple[tuple[str, str], ...] = (("tensor", "tensor"),)
+    formats: tuple[tuple[str, str], ...] = (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e5m2"))
+    out_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32, torch.float16)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage folder, loaded."""
+
+    path: Path
+    title: str
+    steps: list[Step]
+    module: object = field(repr=False)
+
+    @property
+    def number(self) -> str:
+        return self.path.name[:2]
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem a step is checked on."""
+
+    m: int
+    n: int
+    k: int
+    recipes: tuple[str, str]
+    formats: tuple[str, str]
+    out_dtype: torch.dtype
+
+    def __str__(self):
+        kind = "/".join(dict.fromkeys(self.formats)) + ", " + " x ".join(dict.fromkeys(self.recipes))
+        return f"{self.m}x{self.n}x{self.k} {kind} -> {str(self.out_dtype).removeprefix('torch.')}"
+
+
+# Small and ragged: M, N and K below, at and beyond a tile, odd, and one row. Every machine runs these, the simulator
+# too, so their bits can be compared between machines.
+SHARED_SHAPES = ((64, 64, 128), (1, 65, 129), (33, 17, 100), (130, 72, 48), (70, 130, 260))
+# A GPU runs these besides: full tiles, odd sizes that fill many CTAs, no K at all.
+GPU_SHAPES = ((1024, 1024, 1024), (1000, 999, 777), (257, 4099, 1031), (16, 7168, 512), (5, 3, 0))
+
+
+def cases(step: Step, shapes=SHARED_SHAPES) -> Iterator[Case]:
+    """One case per shape, going round the step's recipes, formats and output types so that all appear."""
+    for index, (m, n, k) in zip(count(), shapes):
+        pick = lambda options: options[index % len(options)]  # noqa: E731
+        yield Case(m, n, k, pick(step.recipes), pick(step.formats), pick(step.out_dtypes))
+
+
+def root() -> Path:
+    """The folder that holds ``stages/``: the repository this package lies in, else the working directory."""
+    for candidate in (Path(__file__).resolve().parents[2], Path.cwd()):
+        if (candidate / "stages").is_dir():
+            return candidate
+    raise FileNotFoundError("there is no stages/ folder beside this package or in the working directory; "
+                            "run from a clone of the course repository")  # fmt: skip
+
+
+def folders() -> list[Path]:
+    """The stage folders that hold a stage.py, in order."""
+    return sorted(path.parent for path in (root() / "stages").glob("[0-9][0-9]_*/stage.py"))
+
+
+def find(selector: str = "") -> list[Stage]:
+    """Stages whose folder name starts with ``selector`` ("01", "01_naive", "" for all). Raises ValueError for none."""
+    found = [path for path in folders() if path.name.startswith(selector)]
+    if not found:
+        raise ValueError(f"stage: got {selector!r}, there are {[path.name for path in folders()]}")
+    return [load(path) for path in found]
+
+
+@functools.cache
+def load(path: Path) -> Stage:
+    """Import a stage's ``stage.py`` under a name of its own; files beside it are importable from it."""
+    capability.use_triton_interpreter_without_gpu()
+    module = load_module(path / "stage.py", f"stage_{path.name}")
+    return Stage(path, module.TITLE, module.STEPS, module)
+
+
+def load_module(path: str | os.PathLike, name: str):
+    """Import one file as module ``name``. Stages use it for their neighbours: two stages may both have a triton_kernel.py."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before running it: dataclasses and Triton look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def check_operands(a: ScaledTensor, b: ScaledTensor, out: torch.Tensor,
+                   recipes: tuple[tuple[str, str], ...] = ()) -> tuple[int, int, int]:  # fmt: skip
+    """Refuse operands that a step cannot take, naming the argument. Returns (M, N, K)."""
+    for name, operand in (("a", a), ("b", b)):
+        if not isinstance(operand, ScaledTensor):
+            raise TypeError(f"{name}: got {type(operand).__name__}; quantise it first: quantize(x, recipe)")
+        if not operand.data.is_contiguous():
+            raise ValueError(f"{name}.data: strides {operand.data.stride()}; must be row-major and contiguous: .contiguous()")
+    if a.k != b.k:
+        raise ValueError(f"b: A is (M, K) = {tuple(a.data.shape)} and B is (N, K) = {tuple(b.data.shape)}; K must be equal")
+    if recipes and (a.recipe, b.recipe) not in recipes:
+        raise ValueError(f"a, b: recipes {a.recipe!r} and {b.recipe!r}; this step takes "
+                         + " or ".join(f"{x!r} with {y!r}" for x, y in recipes))  # fmt: skip
+    if tuple(out.shape) != (a.rows, b.rows):
+        raise ValueError(f"out: shape {tuple(out.shape)}; A and B give (M, N) = ({a.rows}, {b.rows})")
+    if not out.is_contiguous():
+        raise ValueError(f"out: strides {out.stride()}; must be row-major and contiguous")
+    if out.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise TypeError(f"out: dtype {out.dtype}; allowed are bfloat16, float16 and float32")
+    if not a.device == b.device == out.device:
+        raise ValueError(f"a, b, out: on {a.device}, {b.device}, {out.device}; must be on one device")
+    return a.rows, b.rows, a.k

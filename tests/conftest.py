@@ -1,0 +1,19 @@
+"""Tests share one compile cache of their own, so that they neither need nor touch the user's."""
+
+import os
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("HOPPERLAB_CACHE", str(Path(tempfile.gettempdir()) / f"hopperlab-test-cache-{os.getuid()}"))
+
+import pytest  # noqa: E402
+
+from hopperlab import capability  # noqa: E402
+
+capability.use_triton_interpreter_without_gpu()
+
+
+@pytest.fixture
+def device():
+    """The device whose tensors run kernels on the best machine there is."""
+    return capability.device()

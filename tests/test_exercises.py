@@ -1,0 +1,131 @@
+"""Exercises: made from the kernels, red until solved, green with the solution, and wrong answers get a message that helps."""
+
+import re
+import shutil
+
+import pytest
+
+from hopperlab import exercise, stage
+
+FOLDERS = [folder for folder in stage.folders() if (folder / "hints.md").exists()]
+each_stage = pytest.mark.parametrize("folder", FOLDERS, ids=[folder.name for folder in FOLDERS])
+
+
+def run_tests(folder, source, tmp_path) -> dict[str, str | None]:
+    """Every test of a stage's test_exercise.py on one source file: name -> None when it passes, else its message."""
+    module = stage.load_module(folder / "test_exercise.py", f"exercise_test_{folder.name}")
+    results = {}
+    for name, test in vars(module).items():
+        if name.startswith("test_"):
+            arguments = {"source": source, "tmp_path": tmp_path}
+            wanted = test.__code__.co_varnames[: test.__code__.co_argcount]
+            try:
+                test(**{key: arguments[key] for key in wanted})
+                results[name] = None
+            except BaseException as error:  # pytest.fail raises a BaseException
+                if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                    raise
+                results[name] = f"{type(error).__name__}: {error}"
+    assert results
+    return results
+
+
+@each_stage
+def test_exercise_is_the_kernel_without_its_answers(folder):
+    """Whatever a learner has written into their blanks by now."""
+    made = exercise.make((folder / "kernel.cu").read_text(), folder.name[:2])
+    assert exercise.strip((folder / "exercise.cu").read_text()) == made
+    assert all(blank.empty for blank in exercise.blanks(made))
+    kept = [line for line in made.splitlines() if "// BLANK" not in line]
+    kernel = [line for line in (folder / "kernel.cu").read_text().splitlines() if "// BLANK" not in line]
+    remaining = iter(kernel)
+    assert all(line in remaining for line in kept), "solving must only ever add lines"
+
+
+@each_stage
+def test_unsolved_compiles_and_fails_naming_the_blank_and_its_hint(folder, tmp_path):
+    from hopperlab.compile import compile_file
+
+    source = tmp_path / "exercise.cu"
+    source.write_text(exercise.make((folder / "kernel.cu").read_text(), folder.name[:2]))
+    module = stage.load(folder).module
+    assert compile_file(source, module.EXERCISE_CONSTANTS).cubin
+    for name, message in run_tests(folder, source, tmp_path).items():
+        assert message is not None, f"{name} passes without an answer"
+        match = re.search(rf"BLANK (\d+) of exercise.cu is still empty: .*hopperlab hint {folder.name[:2]} (\d+)", message)
+        assert match and match[1] == match[2], message
+
+
+@each_stage
+def test_solution_passes(folder, tmp_path):
+    results = run_tests(folder, folder / "kernel.cu", tmp_path)
+    assert set(results.values()) == {None}, results
+
+
+@each_stage
+def test_every_blank_has_hints(folder):
+    numbers = [blank.number for blank in exercise.blanks((folder / "kernel.cu").read_text())]
+    hints = exercise.hints(folder)
+    assert list(hints) == numbers
+    assert all(len(found) >= 2 for found in hints.values())
+
+
+# Answers a learner may well write. Each: stage, text of the solution, what they wrote, test that must fail, its message.
+WRONG = [
+    # one shift for both formats
+    ("01", "magnitude << (23 - Mantissa)", "magnitude << 20", "test_blank_1", r"e5m2 byte 0x01 \(subnormal\)"),
+    # the bias forgotten
+    ("01", " * __uint_as_float((127 + 127 - Bias) << 23)", "", "test_blank_1", r"a factor of 7.52316e-37"),
+    # one off in the bias
+    ("01", "(127 + 127 - Bias) << 23", "(127 + 128 - Bias) << 23", "test_blank_1", "a factor of 2;"),
+    # no guard along k: reads into the next row
+    ("01", "if (row0 + row < rows && k0 + k < K)", "if (row0 + row < rows)", "test_blank_2",
+     r"outside the matrix and must be 0|outside|beyond|past"),
+    # no guard along the rows: reads past the end
+    ("01", "if (row0 + row < rows && k0 + k < K)", "if (k0 + k < K)", "test_blank_2", r"outside|beyond|past"),
+    # the tile's origin forgotten
+    ("01", "source[(i64)(row0 + row) * K + k0 + k]", "source[(i64)(row0 + row) * K + k]", "test_blank_2", "BLANK 2: of a 100x70"),
+    # rows of a thread side by side, as the store does not expect them
+    ("01", "tile_a[k][thread_m + i * StrideM]", "tile_a[k][thread_m * ThreadM + i]", "test_blank_3", r"holds the values of row"),
+    # only the last k kept
+    ("01", "fmaf(a[i], b[j], sum[i][j])", "a[i] * b[j]", "test_blank_3", "BLANK 3"),
+    # no guard on the store
+    ("01", "if (m < M && n < N) {", "{", "test_blank_4", r"outside|past|beyond"),
+    # a guard in one direction only: the last column runs into the next row
+    ("01", "if (m < M && n < N) {", "if (m < M) {", "test_blank_4", r"BLANK 4|outside|past|beyond"),
+    # the stride ignored: per-tensor scales are read as if there were one per row
+    ("01", "scale_a[(i64)m * scale_a_stride]", "scale_a[m]", "test_blank_4", r"outside|past|beyond"),
+    # scales multiplied in another order
+    ("01", "store(&D[(i64)m * N + n], scale * sum[i][j]);", "store(&D[(i64)m * N + n], scale_a[(i64)m * scale_a_stride] * sum[i][j] * "
+     "scale_b[(i64)n * scale_b_stride]);", "test_blank_4", "right but for rounding"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number, right, wrong, failing, message", WRONG, ids=[f"{w[0]}-{i}" for i, w in enumerate(WRONG)])
+def test_plausible_wrong_answers_get_a_message_that_helps(number, right, wrong, failing, message, tmp_path):
+    folder = next(folder for folder in FOLDERS if folder.name.startswith(number))
+    text = (folder / "kernel.cu").read_text()
+    assert text.count(right) == 1, right
+    source = tmp_path / "exercise.cu"
+    source.write_text(text.replace(right, wrong))
+    results = run_tests(folder, source, tmp_path)
+    failed = {name: text for name, text in results.items() if text is not None and name.startswith(failing)}
+    assert failed, f"{failing} accepted a wrong answer: {results}"
+    assert all(re.search(message, text) for text in failed.values()), failed
+
+
+def test_blanks_must_count_up():
+    with pytest.raises(ValueError, match=r"numbered \[2\]"):
+        exercise.blanks("// BLANK 2: x\n// END BLANK\n")
+
+
+def test_writing_keeps_answers_unless_reset(tmp_path):
+    folder = tmp_path / "01_naive"
+    folder.mkdir()
+    shutil.copy(FOLDERS[0] / "kernel.cu", folder / "kernel.cu")
+    assert exercise.write(folder).startswith("wrote")
+    assert exercise.write(folder) == "exercise.cu is up to date"
+    target = folder / "exercise.cu"
+    target.write_text(target.read_text().replace("  // END BLANK", "  value = 1.0f;\n  // END BLANK", 1))
+    assert "was kept" in exercise.write(folder) and "value = 1.0f;" in target.read_text()
+    assert exercise.write(folder, reset=True).startswith("wrote") and "value = 1.0f;" not in target.read_text()

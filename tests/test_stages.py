@@ -1,0 +1,100 @@
+"""Every step found on disk: right to the bit on shared shapes, the same bits as the H200, finished kernels clean, bad input refused."""
+
+import pytest
+import torch
+
+from hopperlab import capability, check, quantize, report, stage
+
+STEPS = [(found, step) for found in stage.find() for step in found.steps]
+each_step = pytest.mark.parametrize("found, step", STEPS, ids=[f"{found.name}-{step.name}" for found, step in STEPS])
+
+
+@each_step
+def test_right_on_every_shared_shape_and_the_h200s_bits(found, step):
+    recorded = report.published_step(report.published(), found.name, step.name)
+    assert recorded, f"{found.name} {step.name} has no H200 record in docs/results/{report.LADDER}"
+    theirs = {case["case"]: case for case in recorded["cases"]}
+    for case in stage.cases(step):
+        a, b = check.problem(case.m, case.n, case.k, recipes=case.recipes, formats=case.formats, device=capability.device())
+        verdict = check.run(step.gemm, a, b, case.out_dtype, expected=step.expected, bound=step.bound, tile=step.tile)
+        assert verdict.ok, f"{case}: {verdict}"
+        if step.expected:
+            assert verdict.digest == theirs[str(case)]["digest"], f"{case}: not the bits that an H200 wrote"
+
+
+@each_step
+def test_every_recipe_format_pair_and_output_type(found, step):
+    for recipes in step.recipes:
+        for formats in step.formats:
+            for out_dtype in step.out_dtypes:
+                a, b = check.problem(17, 19, 37, recipes=recipes, formats=formats, device=capability.device())
+                verdict = check.run(step.gemm, a, b, out_dtype, expected=step.expected, bound=step.bound, tile=step.tile)
+                assert verdict.ok, f"{recipes} {formats} {out_dtype}: {verdict}"
+
+
+@each_step
+def test_empty_and_tiny_problems(found, step):
+    for m, n, k in ((0, 5, 16), (5, 0, 16), (3, 4, 0), (1, 1, 1)):
+        a, b = check.problem(m, n, k, device=capability.device())
+        verdict = check.run(step.gemm, a, b, expected=step.expected, bound=step.bound, tile=step.tile)
+        assert verdict.ok, f"{m}x{n}x{k}: {verdict}"
+
+
+@each_step
+def test_every_byte_zero_blocks_and_nonfinite_values(found, step):
+    """All 256 bytes of each format, infinities and NaN included; a row of NaN changes no other row."""
+    for fmt in ("e4m3", "e5m2"):
+        codes = torch.arange(256, dtype=torch.uint8, device=capability.device()).reshape(16, 16)
+        dtype = quantize.format_of(fmt).dtype
+        one = torch.ones(1, device=codes.device)
+        for codes_b in (codes.flip(0), codes.t().contiguous(), torch.zeros_like(codes)):
+            a, b = (quantize.ScaledTensor(x.view(dtype), one, "tensor") for x in (codes.contiguous(), codes_b.contiguous()))
+            verdict = check.run(step.gemm, a, b, torch.float32, expected=step.expected, bound=step.bound, tile=step.tile)
+            assert verdict.ok, f"{fmt}: {verdict}"
+
+
+@each_step
+def test_refuses_operands_it_cannot_take(found, step):
+    device = capability.device()
+    a, b = check.problem(16, 8, 32, device=device)
+    out = torch.empty(16, 8, dtype=torch.bfloat16, device=device)
+    longer, _ = check.problem(16, 8, 48, device=device)
+    block, _ = check.problem(16, 8, 32, recipes=("1x128", "tensor"), device=device)
+    strided = quantize.ScaledTensor(torch.empty(32, 16, dtype=a.data.dtype, device=device).t(), a.scale, "tensor")
+    for arguments, error, message in (
+        ((a.data, b, out), TypeError, "a: got Tensor; quantise it first"),
+        ((longer, b, out), ValueError, "K must be equal"),
+        ((a, b, out.t()), ValueError, r"out: shape \(8, 16\); A and B give \(M, N\) = \(16, 8\)"),
+        ((a, b, out.to(torch.float64)), TypeError, "out: dtype torch.float64"),
+        ((a, b, torch.empty(8, 16, dtype=out.dtype, device=device).t()), ValueError, "out: strides"),
+        ((strided, b, out), ValueError, "a.data: strides"),
+        ((a, b, out.to("meta")), ValueError, "must be on one device"),
+    ):
+        with pytest.raises(error, match=message):
+            step.gemm(*arguments)
+    if ("1x128", "tensor") not in step.recipes:
+        with pytest.raises(ValueError, match="a, b: recipes '1x128' and 'tensor'; this step takes"):
+            step.gemm(block, b, out)
+
+
+CUDA = [(found, step) for found, step in STEPS if step.language == "cuda"]
+
+
+@pytest.mark.parametrize("found, step", CUDA, ids=[f"{found.name}-{step.name}" for found, step in CUDA])
+def test_finished_kernels_compile_without_spills_or_injected_waits(found, step, monkeypatch):
+    """The log of every kernel this step launches, for the format pair with the most registers in use."""
+    from hopperlab.kernel import Kernel
+
+    launched = []
+    monkeypatch.setattr(Kernel, "launch", lambda self, *arguments, **options: launched.append(self))
+    for formats in step.formats:
+        a, b = check.problem(17, 19, 37, recipes=step.recipes[0], formats=formats, device=capability.device())
+        step.gemm(a, b, torch.empty(17, 19, dtype=torch.bfloat16, device=capability.device()))
+    assert launched
+    for kernel in launched:
+        assert kernel.compiled.problems == [], kernel
+
+
+def test_unknown_stage():
+    with pytest.raises(ValueError, match=r"stage: got '99', there are \['01_naive'"):
+        stage.find("99")

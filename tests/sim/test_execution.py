@@ -1,0 +1,188 @@
+"""Ordinary kernels: control flow, memory, warp collectives, atomics, calls, and the messages of their mistakes."""
+
+import numpy as np
+import pytest
+import torch
+
+from hopperlab import sim
+
+
+def test_divergence_and_merge(run):
+    out = np.zeros(96, np.int32)
+    run(
+        """extern "C" __global__ void k(int* out) {
+          int t = threadIdx.x, x = 0;
+          for (int i = 0; i < t % 7; ++i) { if (i & 1) x += t; else x -= i; if (x > 60) break; }
+          switch (t % 5) { case 0: x += 100; break; case 1: x *= 2; case 2: x -= 1; break; case 4: x = -x; break; }
+          out[t] = x;
+        }""",
+        out,
+        block=96,
+    )
+
+    def expected(t):
+        x = 0
+        for i in range(t % 7):
+            x = x + t if i & 1 else x - i
+            if x > 60:
+                break
+        return {0: x + 100, 1: 2 * x - 1, 2: x - 1, 3: x, 4: -x}[t % 5]
+
+    assert out.tolist() == [expected(t) for t in range(96)]
+
+
+def test_many_blocks_in_lock_step_equal_one_at_a_time(run):
+    source = """extern "C" __global__ void k(const float* x, float* y, int n) {
+      __shared__ float tile[64];
+      int i = blockIdx.x * 64 + threadIdx.x;
+      tile[threadIdx.x] = i < n ? x[i] : 0.f;
+      __syncthreads();
+      float s = 0;
+      for (int j = 0; j <= threadIdx.x; ++j) s += tile[j];
+      for (int o = 16; o; o >>= 1) s += __shfl_xor_sync(~0u, s, o);
+      if (i < n) y[i] = s;
+    }"""
+    x = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    results = []
+    for options in ({}, {"seed": 3}):
+        y = np.zeros(1000, np.float32)
+        run(source, x, y, 1000, grid=16, block=64, **options)
+        results.append(y)
+    assert np.array_equal(*results) and np.abs(results[0]).min() > 0
+
+
+def test_atomics_and_printf(run, capsys):
+    total, slots = np.zeros(1, np.uint32), np.zeros(64, np.uint32)
+    report = run(
+        r"""extern "C" __device__ int printf(const char*, ...);
+        extern "C" __global__ void k(u32* total, u32* slots) {
+          u32 place = atomicAdd(total, 1);
+          slots[place] = threadIdx.x + blockIdx.x * 32;
+          atomicMax(&slots[0], threadIdx.x);
+          if (threadIdx.x == 5) printf("block %d: %5.2f %s %lld\n", blockIdx.x, 1.5, "text", 1ll << 40);
+        }""",
+        total,
+        slots,
+        grid=2,
+    )
+    assert total[0] == 64 and sorted(slots[1:]) == list(range(1, 64))
+    assert report.printed == [f"block {b}:  1.50 text 1099511627776\n" for b in (0, 1)]
+    assert capsys.readouterr().out == "".join(report.printed)
+
+
+def test_device_functions_local_arrays_and_generic_addresses(run):
+    out = np.zeros(64, np.int32)
+    run(
+        """__device__ __noinline__ int sum(const int* p, int n) { int s = 0; for (int i = 0; i < n; ++i) s += p[i]; return s; }
+        extern "C" __global__ void k(int* out) {
+          __shared__ int tile[64];
+          int local[8];
+          for (int i = 0; i < 8; ++i) local[i] = i * threadIdx.x;
+          tile[threadIdx.x] = 1;
+          __syncthreads();
+          const int* p = threadIdx.x & 1 ? local : tile;
+          out[threadIdx.x] = sum(p, threadIdx.x % 8 + 1) + *p;
+        }""",
+        out,
+        block=64,
+    )
+    expected = [t * sum(range(t % 8 + 1)) if t & 1 else t % 8 + 2 for t in range(64)]
+    assert out.tolist() == expected
+
+
+def test_blocks_may_wait_for_one_another(run):
+    """A later block releases an earlier one, and the other way round: blocks are interleaved."""
+    for earlier_waits in (0, 1):
+        flag, out = np.zeros(1, np.int32), np.zeros(2, np.int32)
+        run(
+            """extern "C" __global__ void k(int* flag, int* out, int waits) {
+              if ((blockIdx.x == 0) == waits) { while (atomicAdd(flag, 0) == 0); out[blockIdx.x] = 7; }
+              else { out[blockIdx.x] = 3; __threadfence(); atomicExch(flag, 1); }
+            }""",
+            flag,
+            out,
+            earlier_waits,
+            grid=2,
+            block=1,
+        )
+        assert sorted(out.tolist()) == [3, 7]
+
+
+def test_a_thread_may_wait_for_another_of_its_warp(run):
+    flag = np.zeros(1, np.int32)
+    run(
+        """extern "C" __global__ void k(int* flag) {
+          if (threadIdx.x == 0) while (*(volatile int*)flag == 0);
+          else if (threadIdx.x == 1) *(volatile int*)flag = 5;
+        }""",
+        flag,
+    )
+    assert flag[0] == 5
+
+
+def test_spinning_forever_is_a_deadlock(run):
+    with pytest.raises(sim.Deadlock, match=r"thread 0 of block \(0, 0, 0\) at .*kernel.cu.* spin on memory that nothing changes"):
+        run('extern "C" __global__ void k(int* f) { while (*(volatile int*)f == 0); }', np.zeros(1, np.int32), block=1)
+
+
+def test_out_of_bounds_names_tensor_thread_and_line(run, tmp_path):
+    source = 'extern "C" __global__ void k(const float* x, float* y) {\n  y[threadIdx.x] =\n    x[threadIdx.x + 3];\n}'
+    path = tmp_path / "k.cu"
+    path.write_text(source)
+    storage = torch.zeros(64)
+    with pytest.raises(sim.MemoryFault, match=r"thread 29 of block \(0, 0, 0\), line 3 of kernel.cu.*reads 4 bytes at 0 bytes"
+                       r" after the end of 'x' \(argument 0, k_param_0\) \(128 bytes\)"):  # fmt: skip
+        run(source, storage[:32], torch.zeros(32), source=path)
+    with pytest.raises(sim.MemoryFault, match="writes 4 bytes at 0 bytes after the end of argument 1"):
+        run(source, torch.zeros(40), storage[:31])
+
+
+def test_misaligned_access(run):
+    with pytest.raises(sim.MemoryFault, match="thread 1 .*misaligned global access of 16 bytes"):
+        run('extern "C" __global__ void k(u8* p) { *(uint4*)(p + threadIdx.x * 8) = uint4{1,2,3,4}; }', np.zeros(1024, np.uint8).view("u8")[:128])
+
+
+def test_shared_memory_bounds_and_uninitialised_reads(run):
+    out = np.zeros(32, np.int32)
+    with pytest.raises(sim.MemoryFault, match=r"thread 8 .*writes 4 bytes at shared address"):
+        run('extern "C" __global__ void k(int* o) { __shared__ int s[8]; s[threadIdx.x] = 1; __syncthreads(); o[threadIdx.x] = s[0]; }', out)
+    with pytest.raises(sim.Hazard, match=r"thread 31 .*reads s \+ 128 .*nothing has written"):
+        run('extern "C" __global__ void k(int* o) { __shared__ int s[33]; s[threadIdx.x] = 1; __syncthreads(); o[threadIdx.x] = s[threadIdx.x + 1]; }', out)
+
+
+def test_syncthreads_that_some_threads_never_reach(run):
+    with pytest.raises(sim.Hazard, match=r"__syncthreads at line 1 .*threads 0..9 of block .* exited without reaching it"):
+        run('extern "C" __global__ void k(int* o) { if (threadIdx.x < 10) return; __syncthreads(); o[0] = 1; }', np.zeros(1, np.int32))
+    with pytest.raises(sim.Hazard, match="meet at different barriers"):
+        run('extern "C" __global__ void k(int* o) { if (threadIdx.x < 10) { __syncthreads(); o[0] = 1; } else { o[1] = 2; __syncthreads(); } }', np.zeros(2, np.int32))
+
+
+def test_shuffle_with_missing_lanes(run):
+    with pytest.raises(sim.Hazard, match="exited before"):
+        run('extern "C" __global__ void k(int* o) { if (threadIdx.x < 3) return; o[threadIdx.x] = __shfl_sync(~0u, threadIdx.x, 0); }', np.zeros(32, np.int32))
+
+
+def test_unknown_instructions_are_named(run):
+    with pytest.raises(sim.UnknownInstruction, match=r"line 1 of kernel.cu .*'vadd.s32.s32.s32' is not modelled"):
+        run('extern "C" __global__ void k(int* o) { int r; PTX("vadd.s32.s32.s32 %0, %1, %1;" : "=r"(r) : "r"(o[0])); o[0] = r; }', np.zeros(1, np.int32))
+
+
+@pytest.mark.parametrize("kwargs, message", [
+    (dict(block=2048), "2048 threads; at most 1024"),
+    (dict(grid=(1, 70000)), "65535"),
+    (dict(shared_bytes=240000), "240000 bytes of shared memory"),
+    (dict(block=1024, registers=80), "80 registers x 1024 threads need 81920"),
+    (dict(cluster=2), "not a multiple of cluster"),
+    (dict(grid=32, cluster=32), "16 the limit"),
+])  # fmt: skip
+def test_launch_limits(run, kwargs, message):
+    with pytest.raises(sim.LaunchRefused, match=message):
+        run('extern "C" __global__ void k(int* o) { o[0] = 1; }', np.zeros(1, np.int32), **kwargs)
+
+
+def test_coverage_and_mix(run):
+    report = run(
+        'extern "C" __global__ void k(int* o) {\n  if (o[0] > 5)\n    o[1] = 3;\n  o[2] = __popc(o[3]);\n}', np.zeros(4, np.int32), block=1
+    )
+    assert ("kernel.cu", 3) in report.not_covered() and ("kernel.cu", 4) not in report.not_covered()
+    assert report.instructions["popc"] == 1

@@ -77,24 +77,24 @@ WRONG = [
     # the bias forgotten
     ("01", " * __uint_as_float((127 + 127 - Bias) << 23)", "", "test_blank_1", r"a factor of 7.52316e-37"),
     # one off in the bias
-    ("01", "(127 + 127 - Bias) << 23", "(127 + 128 - Bias) << 23", "test_blank_1", "a factor of 2;"),
+    ("01", "(127 + 127 - Bias) << 23", "(127 + 128 - Bias) << 23", "test_blank_1", r"a factor of 2\. "),
     # no guard along k: reads into the next row
     ("01", "if (row0 + row < rows && k0 + k < K)", "if (row0 + row < rows)", "test_blank_2",
-     r"outside the matrix and must be 0|outside|beyond|past"),
+     r"BLANK 2, the tile at .* holds that address: look at the bounds check"),
     # no guard along the rows: reads past the end
-    ("01", "if (row0 + row < rows && k0 + k < K)", "if (k0 + k < K)", "test_blank_2", r"outside|beyond|past"),
+    ("01", "if (row0 + row < rows && k0 + k < K)", "if (k0 + k < K)", "test_blank_2", r"BLANK 2, the tile at .* bounds"),
     # the tile's origin forgotten
-    ("01", "source[(i64)(row0 + row) * K + k0 + k]", "source[(i64)(row0 + row) * K + k]", "test_blank_2", "BLANK 2: of a 100x70"),
+    ("01", "source[(i64)(row0 + row) * K + k0 + k]", "source[(i64)(row0 + row) * K + k]", "test_blank_2", r"BLANK 2: the tile at row 64, k 64 of a 100x70 matrix holds"),
     # rows of a thread side by side, as the store does not expect them
     ("01", "tile_a[k][thread_m + i * StrideM]", "tile_a[k][thread_m * ThreadM + i]", "test_blank_3", r"holds the values of row"),
     # only the last k kept
     ("01", "fmaf(a[i], b[j], sum[i][j])", "a[i] * b[j]", "test_blank_3", "BLANK 3"),
     # no guard on the store
-    ("01", "if (m < M && n < N) {", "{", "test_blank_4", r"outside|past|beyond"),
+    ("01", "if (m < M && n < N) {", "{", "test_blank_4", r"BLANK 4, .* bounds check"),
     # a guard in one direction only: the last column runs into the next row
-    ("01", "if (m < M && n < N) {", "if (m < M) {", "test_blank_4", r"BLANK 4|outside|past|beyond"),
+    ("01", "if (m < M && n < N) {", "if (m < M) {", "test_blank_4", r"BLANK 4, "),
     # the stride ignored: per-tensor scales are read as if there were one per row
-    ("01", "scale_a[(i64)m * scale_a_stride]", "scale_a[m]", "test_blank_4", r"outside|past|beyond"),
+    ("01", "scale_a[(i64)m * scale_a_stride]", "scale_a[m]", "test_blank_4", r"BLANK 4, .* bounds check"),
     # scales multiplied in another order
     ("01", "store(&D[(i64)m * N + n], scale * sum[i][j]);", "store(&D[(i64)m * N + n], scale_a[(i64)m * scale_a_stride] * sum[i][j] * "
      "scale_b[(i64)n * scale_b_stride]);", "test_blank_4", "right but for rounding"),

@@ -2,8 +2,9 @@
 
 The method, for every kernel and peer alike: random normal data; rotating input sets that together exceed the L2 cache,
 so weights come from HBM as they do in a model; one CUDA graph per candidate, so that host time stays out; warm-up;
-candidates interleaved round by round, so that clocks and temperature are shared; the median of the rounds; the output
-checked after the last timed call. Only ratios within one run mean anything: power moves absolute figures.
+candidates interleaved round by round, in another order each round and each after a warm-up of its own, because power
+drawn by the one before moves the clock (with neither, the last of five peers ran 15 % slower than alone); the median of
+the rounds; the output checked after the last timed call. Only ratios within one run mean anything.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ PEAK_FP32_FLOPS = 132 * 128 * 2 * 1.98e9
 
 ROTATION_BYTES = 260e6  # more than four times the 60 MB L2
 MAX_SETS = 64
-ROUNDS = 5
-SECONDS_PER_ROUND = 0.02  # long enough that an event's resolution (about 1 µs) does not matter
+ROUNDS = 7
+SECONDS_PER_ROUND = 0.05  # timed, after as long again untimed: the card settles at the clock this candidate's power allows
 SLOW_GRAPH_SECONDS = 0.5  # a candidate slower than this per rotation runs fewer sets
 
 
@@ -89,11 +90,13 @@ def measure(candidates: dict[str, list[Callable[[], object]]], rounds: int = ROU
         graphs[name] = (graph, replays, len(used))
 
     samples: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(rounds):
-        for name, (graph, replays, calls) in graphs.items():
-            graph.replay()  # brings caches and clocks to this candidate's own state
-            seconds = _elapsed(lambda: [graph.replay() for _ in range(replays)])
-            samples[name].append(seconds / replays / calls)
+    for turn in range(rounds):
+        names = list(graphs)
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            graph, replays, calls = graphs[name]
+            work = lambda: [graph.replay() for _ in range(replays)]  # noqa: B023, E731 - used before the next turn
+            work()
+            samples[name].append(_elapsed(work) / replays / calls)
     return {name: Timing(statistics.median(s), s, graphs[name][2]) for name, s in samples.items()}
 
 
@@ -122,7 +125,7 @@ def count_launches(call: Callable) -> int:
     """Kernels one call puts on the GPU, by torch's profiler."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         call()
         torch.cuda.synchronize()
     names = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]

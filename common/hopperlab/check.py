@@ -199,6 +199,8 @@ def _resembles(out, exact, bad, m) -> list[str]:
         return [f"Row {m} holds the values of row {nearest}."]
     factor = float(row @ want / (want @ want))
     if float((row - factor * want).norm()) < 0.02 * float(row.norm()):
+        if abs(factor - 1) < 1e-3:
+            return [f"Row {m} is right but for rounding: the order of its additions, or where it rounds, is not the model's."]
         return [f"Row {m} is {factor:.4g} times what it should be: look at the scales."]
     return []
 
@@ -210,14 +212,19 @@ def _blame_k_block(value, exact, bad, a, b, m) -> int | None:
         return None
     residual = (value[m] - exact[m])[columns]
     x, y = a.dequantize(torch.float64)[m], b.dequantize(torch.float64)[columns]
-    best = (EXPLAINED, None)
+
+    def explained(product) -> float:
+        """Share of the residual that a multiple of ``product`` accounts for."""
+        norm = float(product @ product)
+        if not norm > 0:  # zero, or NaN
+            return 0.0
+        left = residual - float(residual @ product) / norm * product
+        return 1 - float(left @ left) / float(residual @ residual)
+
+    shares = []
     for k_block in range(-(-a.k // BLOCK)):
         part = slice(k_block * BLOCK, (k_block + 1) * BLOCK)
-        product = y[:, part] @ x[part]
-        norm = float(product @ product)
-        if not norm > 0:  # also NaN
-            continue
-        left = residual - float(residual @ product) / norm * product
-        explained = 1 - float(left @ left) / float(residual @ residual)
-        best = max(best, (explained, k_block), key=lambda entry: entry[0])
-    return best[1]
+        shares.append(explained(y[:, part] @ x[part]))
+    best = max(range(len(shares)), key=shares.__getitem__)
+    # When the whole product explains the error as well, it is no one block's: a wrong factor, say.
+    return best if shares[best] > max(EXPLAINED, explained(exact[m][columns])) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +18,8 @@ from hopperlab import capability, check as checker, exercise, report, telemetry
 from hopperlab import stage as stages
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
-console = Console()
+# A log (a pipe, CI) has no width; give it one that fits the ladder.
+console = Console(width=None if sys.stdout.isatty() else 130)
 
 StageOption = Annotated[str, typer.Option("--stage", help='Only stages whose folder starts with this, e.g. "01".')]
 RecordOption = Annotated[Path, typer.Option("--record", help="Where the JSON record goes.")]

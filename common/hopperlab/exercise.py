@@ -12,11 +12,16 @@ file can always be compared with the one it came from.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from hopperlab import capability
 from hopperlab import stage as stages
+from hopperlab.sim import SimulatorError
 
 _BLANK = re.compile(r"^(?P<indent>[ \t]*)// BLANK (?P<number>\d+): (?P<task>.*)\n(?P<body>(?:.*\n)*?)[ \t]*// END BLANK.*\n", re.M)
 
@@ -81,6 +86,25 @@ def hints(folder: Path) -> dict[int, list[str]]:
         items = re.split(r"^- ", body, flags=re.M)[1:]
         found[int(number.split()[0])] = [item.strip() for item in items]
     return found
+
+
+def devices() -> list[torch.device]:
+    """Where a learner's kernel is tested: the simulator first, which explains what is wrong, then the Hopper GPU if there is one.
+
+    In this order a stray address is a sentence from the simulator, not a GPU context that no later test can use.
+    """
+    return [torch.device("cpu")] + ([capability.device()] if capability.has_hopper() else [])
+
+
+@contextlib.contextmanager
+def explained(number: int, stage_number: str, where: str = ""):
+    """Turn the simulator's findings into the failure of one blank's test, with its hint."""
+    import pytest
+
+    try:
+        yield
+    except SimulatorError as error:
+        pytest.fail(f"BLANK {number}{where}: {error} Hint: hopperlab hint {stage_number} {number}", pytrace=False)
 
 
 def require_filled(source: Path, number: int, stage_number: str) -> None:

@@ -155,7 +155,7 @@ class Kernel:
             if parameter.type not in ("u64", "b64"):
                 raise TypeError(f"{parameter.name} is {parameter.type}, not a pointer; a tensor was given")
             return argument.data_ptr()
-        if hasattr(argument, "encode"):
+        if hasattr(argument, "encode") and not isinstance(argument, str):
             return argument.encode()
         if isinstance(argument, (bool, int, float)):
             kind = _SCALAR_TYPES[parameter.type]

@@ -94,7 +94,7 @@ def ladder_table(record: dict):
     recorded = None if on_gpu else published()
     table = Table(title=_title(record), title_justify="left", header_style="bold")
     for name in ("stage", "step", "machine", "correct", "error", "time"):
-        table.add_column(name, no_wrap=name != "step", justify="right" if name in ("error", "time") else "left")
+        table.add_column(name, justify="right" if name in ("error", "time") else "left")
     prefix = "" if on_gpu else "H200: "
     for name in ("TFLOP/s", "% of peak", "x last step"):
         table.add_column(prefix + name, justify="right")
@@ -109,7 +109,7 @@ def ladder_table(record: dict):
         timing = (source or {}).get("timing")
         time = _duration(timing["microseconds"] / 1e6) if on_gpu and timing else _duration(sum(c["seconds"] for c in row["cases"]))
         shown = _figures(rows, source) if timing else ("-", "-", "-")
-        table.add_row(row["stage"], row["step"], row["machine"], correct, f"{error:.0e}", time, *shown)
+        table.add_row(row["stage"][:2], row["step"], row["machine"], correct, f"{error:.0e}", time, *shown)
     if on_gpu:
         table.caption = "time: one {m}x{n}x{k} call; ".format(**record["shape"]) + f"peak: {bench.PEAK_FP8_FLOPS / 1e12:.0f} TFLOP/s dense FP8"
     else:

@@ -114,7 +114,7 @@ def row(name: str, timing: Timing, m: int, n: int, k: int, *, error: float, laun
     flops, moved = 2 * m * n * k, (m + n) * k + 2 * m * n
     return {
         "name": name, "m": m, "n": n, "k": k,
-        "microseconds": timing.seconds * 1e6, "rounds_us": [s * 1e6 for s in timing.rounds], "spread": timing.spread,
+        "microseconds": timing.seconds * 1e6, "milliseconds": timing.seconds * 1e3, "rounds_us": [s * 1e6 for s in timing.rounds], "spread": timing.spread,
         "tflops": flops / timing.seconds / 1e12, "percent_of_peak": 100 * flops / timing.seconds / PEAK_FP8_FLOPS,
         "gbytes_per_s": moved / timing.seconds / 1e9, "percent_of_bandwidth": 100 * moved / timing.seconds / READ_BYTES_PER_S,
         "max_rel_error": error, "kernel_launches": launches, **more,

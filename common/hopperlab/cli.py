@@ -1,4 +1,4 @@
-"""The command line: ``hopperlab run | check | bench | exercises | hint | report | doctor``."""
+"""The command line: ``hopperlab run | check | bench | profile | exercises | hint | report | doctor``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hopperlab import bench as benchmark
-from hopperlab import capability, check as checker, exercise, report, telemetry
+from hopperlab import capability, check as checker, counters, exercise, report, telemetry
 from hopperlab import stage as stages
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -191,6 +191,25 @@ def bench(stage: StageOption = "", record: RecordOption = Path("results/bench.js
 
 
 @app.command()
+def profile(stage: StageOption = "", record: RecordOption = Path("results/counters.json"), shape: ShapeOption = "2048x2048x2048"):
+    """Read the steps' hardware counters with Nsight Compute. Needs a Hopper GPU and ncu."""
+    size = _shape(shape)
+    if not capability.has_hopper():
+        console.print(f"profile: {capability.hopper().sentence()}")
+        raise typer.Exit(2)
+    result = counters.record(stage, size)
+    table = Table("counter", *(f"{row['stage'][:2]} {row['step']}" for row in result["steps"]))
+    for key, meaning in result["meaning"].items():
+        table.add_row(f"{key}: {meaning}", *(f"{row.get('counters', {}).get(key, float('nan')):,.4g}" for row in result["steps"]))
+    console.print(table)
+    refused = [row for row in result["steps"] if "error" in row]
+    for row in refused:
+        console.print(f"{row['stage']} {row['step']}: {row['error']}", markup=False)
+    console.print(f"record: {report.save(result, record)}")
+    raise typer.Exit(1 if refused else 0)
+
+
+@app.command()
 def exercises(write: Annotated[bool, typer.Option(help="Write missing exercise files from the finished kernels.")] = False,
               reset: Annotated[bool, typer.Option(help="With --write: replace files that hold answers too.")] = False,
               stage: StageOption = ""):  # fmt: skip
@@ -225,8 +244,14 @@ def hint(stage: str, blank: int, level: Annotated[int, typer.Argument(help="1 is
 
 
 @app.command("report")
-def report_command():
+def report_command(lessons: Annotated[bool, typer.Option("--lessons", help="Execute the lessons here and keep their outputs.")] = False,
+                   stage: StageOption = ""):  # fmt: skip
     """Rewrite the README's table and the plots from docs/results."""
+    if lessons:
+        for folder in stages.folders():
+            if folder.name.startswith(stage) and (folder / "lesson.ipynb").exists():
+                report.execute_lesson(folder / "lesson.ipynb")
+                console.print(f"executed {folder.name}/lesson.ipynb", markup=False)
     for line in report.write_docs():
         console.print(line, markup=False)
 

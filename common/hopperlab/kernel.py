@@ -1,6 +1,6 @@
 """A CUDA kernel that runs where its tensors are: the cubin on the GPU, the PTX of the same source on the simulator.
 
-    kernel = Kernel("stages/01_naive/naive.cu", "naive", {"BLOCK_M": 16, ...})
+    kernel = Kernel("stages/NN_name/kernel.cu", "gemm", {"BLOCK_M": 128, ...})
     kernel[grid, block](a, b, out, m, n, k)                         # sizes as ints or tuples of up to three
     kernel[grid, block, cluster, shared_bytes](a, b, out, m, n, k)
 

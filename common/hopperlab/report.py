@@ -251,3 +251,20 @@ def write_docs() -> list[str]:
         plot(record).savefig(path, dpi=130, metadata={"Software": None})
         written.append(str(path.relative_to(root)))
     return written
+
+
+def execute_lesson(path: Path, save_to: Path | None = None) -> None:
+    """Run a notebook top to bottom in a fresh kernel, from its own folder, and save it with its outputs.
+
+    ``save_to`` keeps the original and writes elsewhere. Raises nbclient's CellExecutionError with the failing cell.
+    """
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}})
+    package = str(Path(__file__).resolve().parents[1])  # found also when nothing is installed
+    client.execute(env={**os.environ, "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])})
+    for cell in notebook.cells:
+        cell.get("metadata", {}).pop("execution", None)  # times of day: a diff on every run
+    nbformat.write(notebook, save_to or path)

@@ -107,7 +107,7 @@ def folders() -> list[Path]:
 
 
 def find(selector: str = "") -> list[Stage]:
-    """Stages whose folder name starts with ``selector`` ("01", "01_naive", "" for all). Raises ValueError for none."""
+    """Stages whose folder name starts with ``selector`` ("01", or "" for all). Raises ValueError for none."""
     found = [path for path in folders() if path.name.startswith(selector)]
     if not found:
         raise ValueError(f"stage: got {selector!r}, there are {[path.name for path in folders()]}")

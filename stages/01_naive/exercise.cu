@@ -71,7 +71,7 @@ tiled(const u8* A, const u8* B, const float* scale_a, const float* scale_b, Outp
   const int tiles_n = (N + BlockN - 1) / BlockN;
   const int m0 = blockIdx.x / tiles_n * BlockM;                        // first row and column of this block's tile
   const int n0 = blockIdx.x % tiles_n * BlockN;
-  // Outputs of a thread lie Threads apart, not side by side: a warp then reads neighbouring floats of a tile.
+  // Outputs of a thread lie StrideM and StrideN apart, not side by side: a warp then reads neighbouring floats of a tile.
   const int thread_m = threadIdx.x / ThreadsN, thread_n = threadIdx.x % ThreadsN;
   constexpr int StrideM = BlockM / ThreadM, StrideN = BlockN / ThreadN;
 

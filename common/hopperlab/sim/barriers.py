@@ -1,10 +1,14 @@
-"""CTA barriers (PTX ISA 9.7.13.1 bar, barrier)."""
+"""Barriers of CTAs and clusters, mbarriers, fences and register reallocation (PTX ISA 9.7.13, 9.7.19.5)."""
 
 import numpy as np
 
-from .errors import Hazard
-from .machine import Wait
+from .errors import Hazard, UnknownInstruction
+from .machine import Rendezvous, Wait, readable_symbol
+from .memory import CLUSTER_SHIFT, SHARED_WINDOW
 from .registry import special
+
+
+# ---- CTA barriers: bar, barrier (9.7.13.1) ---------------------------------------------------------------------------
 
 
 class NamedBarrier:
@@ -183,5 +187,411 @@ def _reduce(instruction, program):
             fragment.unit.cluster.observer.acquire(fragment, barrier)
         result = {"popc": np.uint32(sum(votes)), "and": np.bool_(all(votes)), "or": np.bool_(any(votes))}[operation]
         write(fragment, result)
+
+    return execute
+
+
+# ---- mbarrier (9.7.13.15) --------------------------------------------------------------------------------------------
+
+
+class MBarrier:
+    """A 64-bit barrier in shared memory that counts arrivals and bytes.
+
+    phase counts completed phases; pending arrivals and tx bytes are what the current one still lacks.  The phase ends
+    when both are zero (PTX ISA 9.7.13.15.4).
+    """
+
+    def __init__(self, cluster, place, count, location):
+        self.cluster, self.place, self.count, self.location = cluster, place, count, location
+        self.pending, self.tx, self.phase = count, 0, 0
+        self.expected = self.landed = 0  # bytes announced and delivered in this phase
+        self.in_flight = 0  # copies that were issued for this barrier and have not landed
+        self.column = len(cluster.barriers)  # of the vector clocks
+        self.clock = self.released = self.initialised = None
+        self.copies: list[str] = []
+
+    @property
+    def name(self) -> str:
+        offset = self.place % self.cluster.shared_stride
+        for symbol, (start, size) in self.cluster.machine.program.kernel.shared.items():
+            if size and start <= offset < start + size:
+                index = f"[{(offset - start) // 8}]" if size > 8 else ""
+                text = readable_symbol(symbol) + index
+                break
+        else:
+            text = f"the mbarrier at shared {offset:#x}"
+        if self.cluster.size > 1:
+            text += f" of block {self.cluster.cta_ids[self.place // self.cluster.shared_stride]}"
+        return text
+
+    def describe(self) -> str:
+        text = f"{self.name} (initialised at {self.location}): phase {self.phase} lacks {self.pending} of {self.count} arrivals"
+        if self.tx > 0:
+            text += (f" and {self.tx} of {self.expected} expected bytes, while no copy is in flight: expect_tx announces more"
+                     " than the copies deliver, or a copy was not issued or went to another CTA")  # fmt: skip
+        elif self.tx < 0:
+            text += f" and got {-self.tx} bytes that nothing expected: expect_tx announces less than the copies deliver"
+        elif self.phase == 0 and self.pending == self.count:
+            text += (". Nobody has arrived yet. A first wait for an empty slot must use parity 1: a fresh barrier counts as"
+                     " having completed the phase before")  # fmt: skip
+        return text
+
+    def arrive(self, count, who, where):
+        if count > self.pending:
+            raise Hazard(
+                f"{who}, {where}: {count} arrivals on {self.name}, but its phase {self.phase} lacks only {self.pending} (it was"
+                f" initialised with a count of {self.count} at {self.location}). Phases end too early. Let one thread arrive,"
+                " or initialise it with the number of threads that do."
+            )
+        self.pending -= count
+        self.check()
+
+    def expect(self, count):
+        self.tx += count
+        self.expected += count
+
+    def complete_bytes(self, count, where):
+        self.tx -= count
+        self.landed += count
+        self.in_flight -= 1
+        if self.tx < 0 and self.pending == 0 and self.cluster.machine.check:
+            raise Hazard(
+                f"{where}: the copies of phase {self.phase} deliver {self.landed} bytes to {self.name}, but expect_tx announced"
+                f" {self.expected}. The byte counts never meet, or the phase ends before all data is there. Expect the sum"
+                " of all boxes, in bytes."
+            )
+        self.check()
+
+    def check(self):
+        if self.pending == 0 and self.tx == 0:
+            self.phase += 1
+            self.pending = self.count
+            self.expected = self.landed = 0
+            if self.cluster.observer is not None:
+                self.cluster.observer.phase_complete(self)
+            machine = self.cluster.machine
+            if machine.trace is not None:
+                machine.event(self.name, "phase complete", phase=self.phase - 1)
+
+
+def shared_place(fragment, address):
+    """Window addresses (of this CTA, or of the cluster) -> offsets in the cluster's buffer."""
+    rank = address >> CLUSTER_SHIFT
+    cluster = fragment.unit.cluster
+    local = address & ((1 << CLUSTER_SHIFT) - 1)
+    if np.any(fragment.active(rank) > cluster.size):
+        raise Hazard(f"{fragment.who()}: CTA rank {int(np.max(fragment.active(rank))) - 1} in a cluster of {cluster.size}")
+    return np.where(rank > 0, (rank - 1) * cluster.shared_stride, fragment.unit.shared_base) + local
+
+
+def barrier_at(fragment, place, where) -> MBarrier:
+    cluster = fragment.unit.cluster
+    barrier = cluster.barriers.get(int(place))
+    if barrier is None:
+        raise Hazard(
+            f"{fragment.who()}, {where}: no mbarrier was initialised at {cluster.name_shared(int(place))}. One thread must"
+            " call mbarrier.init on every barrier, before a barrier of all threads that will use it."
+        )
+    if cluster.observer is not None:
+        cluster.observer.barrier_use(fragment, barrier, where)
+    return barrier
+
+
+def _groups(fragment, places):
+    """Distinct barriers among the active lanes: (place, lanes that use it)."""
+    if places.ndim == 0:
+        return [(int(places), fragment.n)]
+    active = fragment.active(places)
+    values, counts = np.unique(active, return_counts=True)
+    return list(zip(values.tolist(), counts.tolist()))
+
+
+@special("mbarrier.init")
+def _init(instruction, program):
+    address, count = program.address_reader(instruction.operands[0]), program.reader(instruction.operands[1], "u32")
+
+    def execute(machine, fragment):
+        cluster = fragment.unit.cluster
+        number = fragment.uniform(count(fragment), "the arrival count", machine)
+        if not 1 <= number < 1 << 20:
+            raise Hazard(f"{fragment.who()}, {instruction.where()}: mbarrier count {number}; 1 to 2**20 - 1 are allowed")
+        for place, _ in _groups(fragment, shared_place(fragment, address(fragment))):
+            if place % 8:
+                raise Hazard(f"{fragment.who()}, {instruction.where()}: an mbarrier at {cluster.name_shared(place)} is not 8-byte aligned")
+            barrier = cluster.barriers[place] = MBarrier(cluster, place, number, instruction.where())
+            if cluster.observer is not None:
+                cluster.observer.barrier_init(fragment, barrier)
+
+    return execute
+
+
+@special("mbarrier.inval")
+def _invalidate(instruction, program):
+    address = program.address_reader(instruction.operands[0])
+
+    def execute(machine, fragment):
+        for place, _ in _groups(fragment, shared_place(fragment, address(fragment))):
+            barrier_at(fragment, place, instruction.where())
+            del fragment.unit.cluster.barriers[place]
+
+    return execute
+
+
+@special("mbarrier.arrive", "mbarrier.arrive_drop", results=(0,))
+def _mbarrier_arrive(instruction, program):
+    operands = list(instruction.operands)
+    state = program.writer(operands.pop(0)) if not operands[0].startswith("[") else None
+    address = program.address_reader(operands[0])
+    expects, drops = "expect_tx" in instruction.parts, instruction.parts[1] == "arrive_drop"
+    amount = program.reader(operands[1], "u32") if len(operands) > 1 else None
+    where = instruction.where()
+
+    def execute(machine, fragment):
+        cluster = fragment.unit.cluster
+        places = shared_place(fragment, address(fragment))
+        amounts = fragment.active(amount(fragment)) if amount else None
+        groups = _groups(fragment, places)
+        active = fragment.active(places) if len(groups) > 1 and amount else None
+        for place, lanes in groups:
+            barrier = barrier_at(fragment, place, where)
+            if state:
+                state(fragment, np.uint64(barrier.phase))
+            if cluster.observer is not None:
+                cluster.observer.release(fragment, barrier, None if len(groups) == 1 else place == fragment.active(places))
+                cluster.observer.remote_use(fragment, place, where)
+            if amount:
+                total = int((amounts if active is None else amounts[active == place]).sum())
+                if expects:
+                    barrier.expect(total)
+                else:
+                    lanes = total
+            if machine.trace is not None:
+                machine.event(fragment, "arrive", barrier=barrier.name, phase=barrier.phase, bytes=total if expects else 0)
+            barrier.arrive(lanes, fragment.who() if lanes > barrier.pending else "", where)
+            if drops:
+                barrier.count -= lanes
+
+    return execute
+
+
+@special("mbarrier.expect_tx", "mbarrier.complete_tx")
+def _mbarrier_bytes(instruction, program):
+    address, amount = program.address_reader(instruction.operands[0]), program.reader(instruction.operands[1], "u32")
+
+    def execute(machine, fragment):
+        for place, lanes in _groups(fragment, shared_place(fragment, address(fragment))):
+            barrier = barrier_at(fragment, place, instruction.where())
+            total = lanes * fragment.uniform(amount(fragment), "the byte count", machine)
+            if instruction.parts[1] == "expect_tx":
+                barrier.expect(total)
+            else:
+                barrier.in_flight += 1
+                barrier.complete_bytes(total, instruction.where())
+
+    return execute
+
+
+@special("mbarrier.try_wait", "mbarrier.test_wait", results=(0,))
+def _mbarrier_wait(instruction, program):
+    write = program.writer(instruction.operands[0].split("|")[0])
+    address = program.address_reader(instruction.operands[1])
+    by_parity, waits = "parity" in instruction.parts, instruction.parts[1] == "try_wait"
+    value = program.reader(instruction.operands[2], "u32" if by_parity else "u64")
+    where = instruction.where()
+
+    def execute(machine, fragment):
+        places, wanted = shared_place(fragment, address(fragment)), value(fragment)
+        if places.ndim or wanted.ndim:
+            key = fragment.active(places) * 2 + fragment.active(wanted).astype(np.int64) % 2
+            different = key != key[0]
+            if different.any():  # lanes that wait for other barriers go on their own
+                machine.split(fragment, fragment.lane_indices()[~different])
+        place = int(places) if places.ndim == 0 else int(fragment.active(places)[0])
+        want = int(wanted) if wanted.ndim == 0 else int(fragment.active(wanted)[0])
+        barrier = barrier_at(fragment, place, where)
+        observer = fragment.unit.cluster.observer
+        want = want & 1 if by_parity else want
+
+        def ready():
+            return (barrier.phase & 1) != want if by_parity else barrier.phase > want
+
+        if ready():
+            if machine.random is not None and waits and machine.random.random() < 0.05:
+                write(fragment, np.bool_(False))  # the hardware may give up after its time limit
+                return None
+            if observer is not None:
+                observer.acquire(fragment, barrier)
+            write(fragment, np.bool_(True))
+            if machine.trace is not None:
+                machine.event(fragment, "wait passed", barrier=barrier.name, phase=barrier.phase - 1)
+            return None
+        if not waits:
+            write(fragment, np.bool_(False))
+            fragment.polled = True
+            return None
+        if machine.trace is not None and fragment.state is not barrier:
+            machine.event(fragment, "waits", barrier=barrier.name, phase=barrier.phase)
+        what = f"parity {want}" if by_parity else f"phase {want}"
+        return Wait(ready, lambda: f"for {what} of {barrier.name}, which is in phase {barrier.phase}", barrier)
+
+    return execute
+
+
+@special("mbarrier.pending_count", results=(0,))
+def _pending(instruction, program):
+    raise UnknownInstruction(f"{instruction.where()}: mbarrier.pending_count is not modelled")
+
+
+# ---- clusters: barrier.cluster (9.7.13.3), mapa and getctarank (9.7.9.24) --------------------------------------------
+
+
+class ClusterBarrier:
+    def __init__(self, cluster):
+        self.cluster, self.generation, self.arrived = cluster, 0, 0
+        self.clock = self.released = None
+
+    def total(self):
+        return sum(int((~u.exited).sum()) for u in self.cluster.units)
+
+    def describe(self):
+        return f"the cluster barrier: {self.arrived} of {self.total()} threads have arrived"
+
+
+def _cluster_barrier(fragment):
+    cluster = fragment.unit.cluster
+    if cluster.cluster_barrier is None:
+        cluster.cluster_barrier = ClusterBarrier(cluster)
+    return cluster.cluster_barrier
+
+
+@special("barrier.cluster.arrive")
+def _cluster_arrive(instruction, program):
+    def execute(machine, fragment):
+        barrier = _cluster_barrier(fragment)
+        unit, observer = fragment.unit, fragment.unit.cluster.observer
+        tokens = unit.cluster_token = unit.cluster_token if unit.cluster_token is not None else np.full(unit.threads, -1)
+        lanes = fragment.lane_indices()
+        if (tokens[lanes] >= barrier.generation).any():
+            raise Hazard(f"{fragment.who()}, {instruction.where()}: arrives at the cluster barrier twice without waiting")
+        tokens[lanes] = barrier.generation
+        barrier.arrived += fragment.n
+        if observer is not None and "relaxed" not in instruction.parts:
+            observer.release(fragment, barrier)
+        if barrier.arrived == barrier.total():
+            barrier.generation += 1
+            barrier.arrived = 0
+            if observer is not None:
+                observer.barrier_complete(barrier)
+
+    return execute
+
+
+@special("barrier.cluster.wait")
+def _cluster_wait(instruction, program):
+    def execute(machine, fragment):
+        barrier = _cluster_barrier(fragment)
+        tokens = fragment.unit.cluster_token
+        lanes = fragment.lane_indices()
+        if tokens is None or (tokens[lanes] < 0).any():
+            raise Hazard(f"{fragment.who()}, {instruction.where()}: waits at the cluster barrier without having arrived")
+        token = int(tokens[lanes].max())
+
+        def ready():
+            if barrier.generation == token and barrier.arrived >= barrier.total() > 0:
+                barrier.generation += 1  # the threads that were missing have exited
+                barrier.arrived = 0
+            return barrier.generation != token
+
+        if not ready():
+            return Wait(ready, lambda: f"at the cluster barrier: {barrier.arrived} of {barrier.total()} threads are there", barrier)
+        if fragment.unit.cluster.observer is not None:
+            fragment.unit.cluster.observer.acquire(fragment, barrier)
+
+    return execute
+
+
+@special("mapa", results=(0,))
+def _map_address(instruction, program):
+    write, address = program.writer(instruction.operands[0]), program.address_reader(instruction.operands[1])
+    rank = program.reader(instruction.operands[2], "u32")
+    wide = instruction.parts[-1] == "u64"
+    window = 0 if any(p.startswith("shared") for p in instruction.parts) else SHARED_WINDOW
+
+    def execute(machine, fragment):
+        ranks = np.asarray(rank(fragment)).astype(np.int64)
+        if np.any(fragment.active(ranks) >= fragment.unit.cluster.size):
+            raise Hazard(
+                f"{fragment.who()}, {instruction.where()}: mapa to CTA rank {int(fragment.active(ranks).max())} of a cluster of"
+                f" {fragment.unit.cluster.size}"
+            )
+        mapped = (address(fragment) & ((1 << CLUSTER_SHIFT) - 1)) | ranks + 1 << CLUSTER_SHIFT
+        write(fragment, (mapped + window).astype(np.uint64) if wide else mapped.astype(np.uint32))
+
+    return execute
+
+
+@special("getctarank", results=(0,))
+def _rank_of(instruction, program):
+    write, address = program.writer(instruction.operands[0]), program.address_reader(instruction.operands[1])
+
+    def execute(machine, fragment):
+        rank = address(fragment) >> CLUSTER_SHIFT
+        write(fragment, np.where(rank > 0, rank - 1, fragment.unit.cta).astype(np.uint32))
+
+    return execute
+
+
+# ---- fences, registers, hints ----------------------------------------------------------------------------------------
+
+
+@special("fence.proxy.async", "fence.mbarrier_init", "fence.proxy.async::generic")
+def _proxy_fence(instruction, program):
+    def execute(machine, fragment):
+        if fragment.unit.cluster.observer is not None:
+            fragment.unit.cluster.observer.proxy_fence(fragment)
+
+    return execute
+
+
+@special("fence.proxy.tensormap", "griddepcontrol", "fence.acq_rel", "fence.sc", "fence.acquire", "fence.release")
+def _no_effect(instruction, program):
+    """Order between threads through global memory is kept by the interleaving itself."""
+    return lambda machine, fragment: None
+
+
+@special("setmaxnreg")
+def _set_registers(instruction, program):
+    """9.7.19.5: warpgroups return registers to the CTA's pool or take them from it."""
+    wanted, grows = int(instruction.operands[0], 0), "inc" in instruction.parts
+    where = instruction.where()
+
+    def execute(machine, fragment):
+        if not 24 <= wanted <= 256 or wanted % 8:
+            raise Hazard(f"{fragment.who()}, {where}: setmaxnreg {wanted}; a multiple of 8 from 24 to 256 is allowed")
+        if machine.registers is None:
+            return None
+        unit = fragment.unit
+        if fragment.n != unit.threads:
+            return Rendezvous(unit, where)
+        pools = unit.cluster.__dict__.setdefault("register_pools", {})
+        launched = -(-machine.registers // 8) * 8
+        # The pool is what the launch allocated and warpgroups have given back.
+        pool = pools.setdefault(unit.cta, {"free": 0, "held": {}})
+        held = pool["held"].get(unit.first, launched)
+        if grows == (wanted < held):
+            verb = "grow" if grows else "shrink"
+            raise Hazard(f"{fragment.who()}, {where}: setmaxnreg.{'inc' if grows else 'dec'} to {wanted} does not {verb}: the threads hold {held} registers")
+        change = (wanted - held) * unit.threads
+        if grows and pool["free"] < change:
+            others = [u for u in unit.cluster.units if u.cta == unit.cta]
+            everything = launched * machine.cta_threads
+            return Wait(
+                lambda: pool["free"] >= change,
+                lambda: (f"for {change} registers (setmaxnreg.inc to {wanted}); the block was launched with {launched} x"
+                         f" {machine.cta_threads} = {everything} and {pool['free']} are free. The sum over its {len(others)}"
+                         " warpgroups must fit that budget: decrease the producer further, or raise less"),
+            )  # fmt: skip
+        pool["free"] -= change
+        pool["held"][unit.first] = wanted
 
     return execute

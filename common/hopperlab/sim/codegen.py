@@ -183,6 +183,19 @@ class Program:
         value = self.environment[writer.read(operand, type_name)]
         return lambda fragment: value
 
+    def address_reader(self, operand: str):
+        """Function(fragment) -> shared-memory address of '[register+offset]' or a register, as int64.
+
+        32-bit and 64-bit registers hold window addresses; a generic address loses its window here.
+        """
+        base = operand.strip("[] ").split("+")[0].strip()
+        wide = base in self.names and self.kernel.registers[base].endswith("64")
+        inner = self.reader(operand, "u64" if wide else "u32")
+        if not wide:
+            return lambda fragment: inner(fragment).astype(np.int64)
+        mask = np.uint64((1 << 60) - 1)
+        return lambda fragment: (inner(fragment) & mask).astype(np.int64)
+
     def writer(self, operand: str):
         """Function(fragment, values) that assigns a register, values full width or scalar."""
         operand = operand.strip()

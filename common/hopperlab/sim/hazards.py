@@ -1,26 +1,618 @@
-"""What is checked while a kernel runs: reads of shared memory that nothing wrote, and races."""
+"""Happens-before checks on shared memory, over ordinary accesses, TMA and wgmma (PTX ISA chapter 8, memory consistency).
+
+Every warp has a vector clock: what it knows of the progress of all warps.  An arrival on a barrier publishes it, a wait
+takes it over.  Two accesses to the same bytes, one of them a write, are a race unless the later one's warp knows of the
+earlier one.  So a mistake is found in whatever order the simulator happens to run things, not only where data breaks.
+
+Three kinds of progress are tracked per warp: its own steps, phases of mbarriers (which complete when TMA data has
+landed), and which of the steps lie before a proxy fence.  TMA and wgmma read through the asynchronous proxy and see only
+ordinary writes that a proxy fence covers.
+"""
+
+import numpy as np
 
 from . import memory
+from .errors import Hazard
+
+_BARRIER_COLUMNS = 64
+
+
+def granule_of(program) -> int:
+    """Bytes that accesses are tracked at: the smallest ordinary access to shared memory in the kernel."""
+    sizes = [16]
+    for instruction in program.instructions:
+        parts = instruction.parts
+        if parts[0] in ("ld", "st", "atom", "red") and not {"global", "param", "local", "const"} & set(parts):
+            bits = "".join(ch for ch in parts[-1].split("x")[0] if ch.isdigit()) or "32"
+            sizes.append(max(1, int(bits[-2:]) // 8 if int(bits) > 8 else 1))
+    return min(sizes)
+
+
+class _AsyncAccess:
+    """A copy or a tensor-core operation that touches [low, high) of the cluster's shared memory."""
+
+    __slots__ = ("low", "high", "writes", "what", "where", "barrier", "phase", "done", "box", "group", "place", "owner")
+
+    def __init__(self, low, high, writes, what, where):
+        self.low, self.high, self.writes, self.what, self.where = low, high, writes, what, where
+        self.barrier = self.done = self.box = self.group = self.owner = None
+        self.phase = 0
+        self.place = low
 
 
 class Observer:
+    """Checks of one cluster (or one CTA).  warps index all warps of the cluster."""
+
     def __init__(self, machine, cluster):
         self.machine, self.cluster = machine, cluster
         self.written = memory.WrittenMap(cluster.shared.size)
+        self.granule = machine.program.__dict__.setdefault("granule", None) or granule_of(machine.program)
+        machine.program.granule = self.granule
+        self.shift = self.granule.bit_length() - 1
+        warps = cluster.warps
+        self.warps = warps
+        # Columns: steps of every warp | phases of mbarriers | steps covered by a proxy fence.
+        self.fence_from = warps + _BARRIER_COLUMNS * len(cluster.cta_ids)
+        self.clock = np.zeros((warps, self.fence_from + warps), np.int64)
+        self.clock[np.arange(warps), np.arange(warps)] = 1
+        count = cluster.shared.size >> self.shift
+        self.write_warp = np.zeros(count, np.int16)
+        self.write_clock = np.zeros(count, np.int32)
+        self.write_line = np.full(count, -1, np.int32)
+        self.read_clock = None  # (warps, count), made when something reads
+        self.read_line = np.full(count, -1, np.int32)
+        self.store_event = np.zeros(cluster.shared.size >> 4, np.int32)  # which store wrote a 16-byte piece last
+        self.events = [None]
+        self.accesses: list[_AsyncAccess] = []
+        self.remote: dict[int, dict[int, tuple]] = {}
+        self.exit_clock: dict[int, np.ndarray] = {}
+        self.atomics_at: set[int] = set()
+
+    # ---- clocks -----------------------------------------------------------------------------------------------------
+
+    def _warps(self, fragment, chosen=None):
+        unit = fragment.unit
+        if fragment.lanes is None and chosen is None:
+            return np.arange(unit.first_warp, unit.first_warp + (unit.threads + 31) // 32)
+        lanes = fragment.lane_indices()
+        if chosen is not None:
+            lanes = lanes[chosen]
+        if len(lanes) == 1:
+            return np.array([unit.first_warp + (int(lanes[0]) >> 5)])
+        return unit.first_warp + np.unique(lanes >> 5)
+
+    def release(self, fragment, barrier, chosen=None):
+        """An arrival publishes what its warps know."""
+        warps = self._warps(fragment, chosen)
+        known = self.clock[warps[0]] if len(warps) == 1 else self.clock[warps].max(0)
+        barrier.clock = known.copy() if barrier.clock is None else np.maximum(barrier.clock, known)
+        self.clock[warps, warps] += 1
+
+    def barrier_complete(self, barrier):
+        barrier.released, barrier.clock = barrier.clock, None
+
+    def phase_complete(self, barrier):
+        if barrier.clock is None:
+            barrier.clock = np.zeros(self.clock.shape[1], np.int64)
+        barrier.clock[self.warps + barrier.column] = barrier.phase
+        barrier.released = barrier.clock.copy()
+
+    def acquire(self, fragment, barrier):
+        if barrier.released is not None:
+            warps = self._warps(fragment)
+            self.clock[warps] = np.maximum(self.clock[warps], barrier.released)
+
+    def proxy_fence(self, fragment):
+        """Writes that these warps know of become visible to TMA and wgmma."""
+        warps = self._warps(fragment)
+        n = self.warps
+        self.clock[warps, self.fence_from :] = np.maximum(self.clock[warps, self.fence_from :], self.clock[warps, :n])
+        self.clock[warps, warps] += 1
+
+    def warp_sync(self, fragment): ...
+
+    # ---- mbarriers --------------------------------------------------------------------------------------------------
+
+    def barrier_init(self, fragment, barrier):
+        if barrier.column >= self.fence_from - self.warps:
+            raise Hazard(f"more than {self.fence_from - self.warps} mbarriers in one cluster are not modelled")
+        warp = int(self._warps(fragment)[0])
+        barrier.initialised = warp, int(self.clock[warp, warp])
+        barrier.clock = None
+        self.written.bytes[barrier.place : barrier.place + 8] = 0xFF
+
+    def barrier_use(self, fragment, barrier, where):
+        warp, step = barrier.initialised
+        warps = self._warps(fragment)
+        if (self.clock[warps, warp] < step).any():
+            across = fragment.unit.cta != barrier.place // self.cluster.shared_stride
+            fix = "cluster_sync() (a barrier of the whole cluster)" if across or self.cluster.size > 1 else "__syncthreads()"
+            raise Hazard(
+                f"race on {barrier.name}: {fragment.who()} uses it at {where}, and no barrier orders that after its mbarrier.init"
+                f" at {barrier.location}. Put {fix} between the initialisation and the first use."
+            )
+
+    def remote_use(self, fragment, place, where):
+        """Remember accesses to another CTA, for the check that it has not exited."""
+        target = place // self.cluster.shared_stride
+        if target == fragment.unit.cta or self.cluster.size == 1:
+            return
+        self._check_alive(fragment, target, where)
+        for warp in self._warps(fragment).tolist():
+            # The arrival itself must be known to the target before it exits; release() has advanced the clock by one.
+            self.remote.setdefault(target, {})[warp] = int(self.clock[warp, warp]) - 1, fragment.who(), where
+
+    def _check_alive(self, fragment, target, where):
+        if target in self.exit_clock:
+            raise Hazard(
+                f"{fragment.who()}, {where}: reaches into block {self.cluster.cta_ids[target]}, which has exited; its shared memory"
+                " belongs to nobody. Keep every CTA of the cluster alive until its peers are done: cluster_sync() at the end."
+            )
+
+    # ---- ordinary accesses ------------------------------------------------------------------------------------------
+
+    def shared_access(self, span, index, shift, size, write, instruction):
+        unit = span.unit
+        if self.machine.count_banks:
+            self._count_banks(span, index, shift, instruction)
+        if write:
+            self.written.write(index, shift)
+        else:
+            self.written.read(span, index, shift, instruction)
+        lanes = unit.all_lanes if span.lanes is None else span.lanes
+        place = np.broadcast_to(index, lanes.shape) if type(index) is int else index
+        parts = self.machine.program.instructions[instruction].parts
+        if parts[0] in ("atom", "red") or "volatile" in parts or "relaxed" in parts or "acquire" in parts or "release" in parts:
+            return
+        if shift < self.shift:
+            raise AssertionError("granule larger than an access")
+        self._generic(unit, lanes >> 5, place << (shift - self.shift), 1 << (shift - self.shift), write, instruction, place << shift)
+
+    def matrix_access(self, fragment, warps, rows, write, instruction):
+        """ldmatrix and stmatrix: 16-byte rows, (warps, 8) addresses."""
+        place = rows.reshape(-1)
+        span = _RowSpan(fragment, warps)
+        if write:
+            self.written.write(place >> 4 << 1, 3)
+            self.written.write((place >> 4 << 1) + 1, 3)
+        else:
+            self.written.read(span, place >> 4 << 1, 3, instruction)
+            self.written.read(span, (place >> 4 << 1) + 1, 3, instruction)
+        if self.machine.count_banks:
+            entry = self.machine.bank_conflicts.setdefault(instruction, [0, 0])
+            for row in rows:
+                banks = (np.unique(row)[:, None] // 4 + np.arange(4)).reshape(-1) % 32
+                entry[0] += 1
+                entry[1] += int(np.bincount(banks).max())
+        self._generic(fragment.unit, np.repeat(warps, rows.shape[1]), place >> self.shift, 16 >> self.shift, write, instruction, place)
+
+    def _generic(self, unit, lane_warps, first, width, write, instruction, place):
+        """Accesses of lanes to width granules from first; lane_warps counts within the unit."""
+        warps = unit.first_warp + lane_warps
+        cells = first if width == 1 else (first[:, None] + np.arange(width)).reshape(-1)
+        who = warps if width == 1 else np.repeat(warps, width)
+        stamps = self.clock[who, who]
+        before = self.write_warp[cells]
+        unknown = self.clock[who, before] < self.write_clock[cells]
+        if unknown.any():
+            self._race(unit, int(np.flatnonzero(unknown)[0]) // width, lane_warps, place, instruction, write, "write", self.write_line[cells[unknown][0]], before[unknown][0])
+        low, high = int(place.min()), int(place.max()) + (width << self.shift)
+        if self.accesses:
+            self._against_async(unit, warps, place, low, high, width << self.shift, write, instruction)
+        if self.cluster.size > 1 and (low // self.cluster.shared_stride != unit.cta or (high - 1) // self.cluster.shared_stride != unit.cta):
+            self._remote_access(unit, warps, place, instruction)
+        if write:
+            if self.read_clock is not None:
+                reads = self.read_clock[:, cells]
+                late = reads > self.clock[who, : self.warps].T
+                if late.any():
+                    reader, cell = (int(x[0]) for x in np.nonzero(late))
+                    self._race(unit, cell // width, lane_warps, place, instruction, True, "read", self.read_line[cells[cell]], reader)
+            self.write_warp[cells], self.write_clock[cells], self.write_line[cells] = who, stamps, instruction
+            self.events.append((lane_warps, place))
+            self.store_event[place >> 4] = len(self.events) - 1
+            if len(self.events) > 20000:
+                self.events, self.store_event[:] = [None], 0
+        else:
+            if self.read_clock is None:
+                self.read_clock = np.zeros((self.warps, self.write_warp.size), np.int32)
+            self.read_clock[who, cells] = stamps
+            self.read_line[cells] = instruction
+
+    def _race(self, unit, lane, lane_warps, place, instruction, write, other, line, warp):
+        where = self.machine.where(instruction)
+        earlier = self.machine.where(int(line)) if line >= 0 else "an earlier access"
+        name = self.cluster.name_shared(int(np.broadcast_to(place, lane_warps.shape)[lane]))
+        verb = "writes" if write else "reads"
+        raise Hazard(
+            f"race on {name}: warp {int(lane_warps[lane]) + unit.first // 32} of block {self.cluster.cta_ids[unit.cta]} {verb} it at"
+            f" {where}, and nothing orders that after the {other} at {earlier} by {self._name_warp(int(warp))}. Put a"
+            " barrier (__syncthreads, a named barrier or an mbarrier) between the two."
+        )
+
+    def _name_warp(self, warp):
+        for unit in self.cluster.units:
+            if unit.first_warp <= warp < unit.first_warp + (unit.threads + 31) // 32:
+                return f"warp {warp - unit.first_warp + unit.first // 32} of block {self.cluster.cta_ids[unit.cta]}"
+        return f"warp {warp}"
+
+    def _against_async(self, unit, warps, place, low, high, size, write, instruction):
+        for access in self.accesses:
+            if access.low >= high or low >= access.high or not (write or access.writes):
+                continue
+            hit = (place + size > access.low) & (place < access.high)
+            if not hit.any():
+                continue
+            for warp in np.unique(warps[hit]).tolist():
+                if self._known(access, self.clock[warp]):
+                    continue
+                where = self.machine.where(instruction)
+                name = self.cluster.name_shared(int(place[hit][0]))
+                if access.writes:
+                    raise Hazard(
+                        f"race on {name}: {self._name_warp(warp)} {'writes' if write else 'reads'} it at {where} without having waited for"
+                        f" {self._signal(access)}, which signals the copy at {access.where} into it."
+                    )
+                how = "the thread that stored must call tma_store_wait_read and then a barrier" if "store" in access.what else "wait for the wgmma group first"
+                raise Hazard(f"race on {name}: {self._name_warp(warp)} writes it at {where} while {access.what} at {access.where} may still"
+                             f" read it. Before reusing the buffer, {how}.")  # fmt: skip
+
+    def _signal(self, access):
+        return access.barrier.name if access.barrier is not None else "its group"
+
+    def _known(self, access, clock) -> bool:
+        """Does a warp with this clock know that the asynchronous access is over?"""
+        if access.writes:
+            return clock[self.warps + access.barrier.column] > access.phase
+        return access.done is not None and any(clock[w] >= step for w, step in access.done)
+
+    def _remote_access(self, unit, warps, place, instruction):
+        targets = place // self.cluster.shared_stride
+        where = self.machine.where(instruction)
+        for target in np.unique(targets).tolist():
+            if target == unit.cta:
+                continue
+            fragment = _RowSpan.of(unit)
+            self._check_alive(fragment, target, where)
+            for warp in np.unique(warps[targets == target]).tolist():
+                self.remote.setdefault(target, {})[warp] = int(self.clock[warp, warp]), self._name_warp(warp), where
+
+    # ---- TMA and wgmma ----------------------------------------------------------------------------------------------
+
+    def async_write(self, fragment, low, high, barrier, where, box):
+        """A copy into shared memory, announced on barrier in its current phase."""
+        warp = int(self._warps(fragment)[0])
+        clock, name = self.clock[warp], self.cluster.name_shared
+        target = low // self.cluster.shared_stride
+        if target != fragment.unit.cta:
+            self._check_alive(fragment, target, where)
+        init_warp, init_step = barrier.initialised
+        if clock[self.fence_from + init_warp] < init_step:
+            raise Hazard(
+                f"{fragment.who()}, {where}: no fence makes {barrier.name} (initialised at {barrier.location}) visible to the copy"
+                " engine. Call fence_mbarrier_init() (fence.mbarrier_init.release.cluster) after mbarrier.init."
+            )
+        kept = []
+        for access in self.accesses:
+            if access.low >= high or low >= access.high:
+                kept.append(access)
+                continue
+            if self._known(access, clock):
+                continue
+            if access.writes:
+                raise Hazard(
+                    f"race on {name(low)}: {fragment.who()} issues a second TMA load into it at {where} without knowing that the one at"
+                    f" {access.where} has landed. The producer must wait for the slot to be empty, with the right parity."
+                )
+            if access.done is None:
+                raise Hazard(
+                    f"race on {name(low)}: {fragment.who()} issues a TMA load into it at {where} while {access.what} at {access.where} still"
+                    " reads it. Wait for the wgmma group before the slot is released (wgmma_wait, then arrive on empty), and"
+                    " let the producer wait on empty."
+                )
+            raise Hazard(
+                f"race on {name(low)}: the TMA load of {fragment.who()} at {where} is not ordered after {access.what} at"
+                f" {access.where}, which reads it. Either the slot is released too early, or the producer does not wait for"
+                " empty (or with the wrong parity), or not every reader arrives on this CTA's empty barrier."
+            )
+        first, last = low >> self.shift, -(-high >> self.shift)
+        cells = slice(first, -(-high // self.granule))
+        writers, steps = self.write_warp[cells], self.write_clock[cells]
+        if steps.any():
+            late = clock[writers] < steps
+            if late.any():
+                at = int(np.flatnonzero(late)[0])
+                raise Hazard(
+                    f"race on {name(low)}: the TMA load of {fragment.who()} at {where} is not ordered after the store at"
+                    f" {self.machine.where(int(self.write_line[first + at]))} by {self._name_warp(int(writers[at]))}."
+                )
+            self.write_clock[cells] = 0
+            self.store_event[low >> 4 : -(-high // 16)] = 0
+        if self.read_clock is not None:
+            late = self.read_clock[:, cells] > clock[: self.warps, None]
+            if late.any():
+                reader, at = (int(x[0]) for x in np.nonzero(late))
+                raise Hazard(
+                    f"race on {name(low)}: the TMA load of {fragment.who()} at {where} is not ordered after the read at"
+                    f" {self.machine.where(int(self.read_line[first + at]))} by {self._name_warp(reader)}. Release the slot only"
+                    " after its last read, and let the producer wait for that."
+                )
+            self.read_clock[:, cells] = 0
+        access = _AsyncAccess(low, high, True, "the TMA load", where)
+        access.barrier, access.phase, access.box, access.owner = barrier, barrier.phase, box, warp
+        self.accesses = kept + [access]
+
+    def landed(self, chunks):
+        self.written.bytes.view(np.uint64).reshape(-1, 2)[chunks] = 0xFFFFFFFFFFFFFFFF
+
+    def async_read(self, fragment, low, high, what, where, chunks=None, warps=None, box=None, low_chunk=0):
+        """A copy or wgmma that reads [low, high) from now until read_done."""
+        warps = self._warps(fragment) if warps is None else warps
+        clock = self.clock[warps].min(0) if len(warps) > 1 else self.clock[warps[0]]
+        name = self.cluster.name_shared
+        for access in self.accesses:
+            if access.writes and access.low < high and low < access.high and not self._known(access, clock):
+                raise Hazard(
+                    f"race on {name(low)}: {what} of {fragment.who()} at {where} reads it without having waited for {access.barrier.name}"
+                    f" (phase {access.phase}), which signals the TMA load at {access.where} into it. Wait on the full barrier of"
+                    " this slot first, with the parity of this round: it flips each time the ring comes round."
+                )
+        where_read = np.arange(low >> 4, high >> 4) if chunks is None else chunks
+        pieces = self.written.bytes.view(np.uint64).reshape(-1, 2)[where_read]
+        if (pieces != 0xFFFFFFFFFFFFFFFF).any() and box is None:
+            raise Hazard(
+                f"{what} of {fragment.who()} at {where} reads {name(low)}, parts of which nothing has written yet. Check the tile's"
+                " address, its size, and the offsets of the descriptor."
+            )
+        per = 16 >> self.shift if self.shift < 4 else 1
+        if chunks is None:
+            cells = np.arange(low >> self.shift, -(-high // self.granule))
+        else:
+            cells = (np.asarray(chunks).reshape(-1, 1) * per + np.arange(per)).reshape(-1)
+        writers, steps = self.write_warp[cells], self.write_clock[cells]
+        if steps.any():
+            late = clock[writers] < steps
+            if late.any():
+                at = int(np.flatnonzero(late)[0])
+                raise Hazard(
+                    f"race on {name(int(cells[at]) << self.shift)}: {what} of {fragment.who()} at {where} reads it, and no barrier orders"
+                    f" that after the store at {self.machine.where(int(self.write_line[cells[at]]))} by"
+                    f" {self._name_warp(int(writers[at]))}. All writers must pass a barrier with the issuing thread first."
+                )
+            unseen = clock[self.fence_from + writers] < steps
+            if unseen.any():
+                at = int(np.flatnonzero(unseen)[0])
+                raise Hazard(
+                    f"{what} of {fragment.who()} at {where} reads {name(int(cells[at]) << self.shift)}, written by the ordinary store at"
+                    f" {self.machine.where(int(self.write_line[cells[at]]))} with no proxy fence in between: the asynchronous proxy"
+                    " may see stale bytes. Every writing thread must call fence_proxy_async_shared() before the barrier."
+                )
+        access = _AsyncAccess(low, high, False, what, where)
+        self.accesses.append(access)
+        if box is not None and box.map.swizzle:
+            self._check_store_layout(fragment, box, low_chunk, where)
+        return access
+
+    def read_done(self, access, fragment):
+        access.done = [(int(w), int(self.clock[w, w])) for w in self._warps(fragment)]
+
+    def wgmma_read(self, fragment, operand, descriptor, chunks, low, high, where, state):
+        """An operand tile of a wgmma.  Reads of one group that overlap share a record."""
+        from .tensor_core import decode_descriptor
+
+        warps = self._warps(fragment)
+        places = (chunks + fragment.unit.shared_base) >> 4
+        _, _, stride, base, span = decode_descriptor(descriptor)
+        self._check_descriptor(fragment, operand, span, stride, low, high, where)
+        what = f"wgmma (operand {operand.label})"
+        return self.async_read(fragment, low, high, what, where, chunks=places.reshape(-1), warps=warps)
+
+    def _check_descriptor(self, fragment, operand, span, stride, low, high, where):
+        """Mistakes of layout raise no race: compare the descriptor with the tensor map that wrote the tile."""
+        for access in self.accesses:
+            if not access.writes or access.box is None or access.low >= high or low >= access.high:
+                continue
+            written = access.box.map.swizzle
+            if written != span:
+                raise Hazard(
+                    f"{fragment.who()}, {where}: the descriptor of operand {operand.label} says {_swizzle_name(span)}, but the tile"
+                    f" was written with {_swizzle_name(written)} by the TMA load at {access.where}. The 16-byte pieces of the"
+                    " tile would be read in the wrong order. Use the same swizzle in tensor map and descriptor."
+                )
+            if span and not operand.transposed and operand.rows > 8 and access.box.rows > 8 and stride != 8 * access.box.pitch:
+                raise Hazard(
+                    f"{fragment.who()}, {where}: the descriptor of operand {operand.label} steps {stride} bytes from one group of 8 rows"
+                    f" to the next (stride offset), but the TMA load at {access.where} wrote rows of {access.box.pitch} bytes:"
+                    f" it must be 8 x {access.box.pitch} = {8 * access.box.pitch}."
+                )
+
+    def _check_store_layout(self, fragment, box, place, where):
+        """A staging tile written without the swizzle that the tensor map undoes on the way out.
+
+        One store instruction of a warp writes the same columns of several rows.  If the columns agree between rows where
+        the bytes lie, but not after the map's swizzle is undone, the writer has forgotten the swizzle.
+        """
+        pieces = box.chunks(place, 0).reshape(box.rows, -1)
+        events = self.store_event[pieces]
+        found = np.unique(events)
+        for event in found[found > 0][:8].tolist():
+            lane_warps, places = self.events[event]
+            first = places[lane_warps == lane_warps[0]]
+            row_of = {int(p): (r, c) for (r, c), p in np.ndenumerate(pieces) if True and events[r, c] == event}
+            physical, logical = {}, {}
+            for address in first.tolist():
+                spot = row_of.get(address >> 4)
+                if spot is None:
+                    continue
+                physical.setdefault(spot[0], []).append((address - place) % box.pitch >> 4)
+                logical.setdefault(spot[0], []).append(spot[1])
+            if len(physical) < 2:
+                continue
+            if len({tuple(v) for v in physical.values()}) == 1 and len({tuple(v) for v in logical.values()}) > 1:
+                raise Hazard(
+                    f"{fragment.who()}, {where}: the tensor map undoes a {_swizzle_name(box.map.swizzle)}, but the store at"
+                    f" {self.machine.where(int(self.write_line[places[0] >> self.shift]))} wrote the staging tile row by row without it."
+                    " XOR the 16-byte column with the row (modulo 8) when writing, or map the output without a swizzle."
+                )
+
+    def register_in_flight(self, fragment, segment):
+        names = list(self.machine.program.kernel.registers)
+        shared = segment.touched & fragment.unit.pending_registers
+        for instruction in segment.code + [segment.terminator]:
+            if instruction is None or instruction.opcode.startswith("wgmma") or instruction.parts[0] == "mov" and False:
+                continue
+            reads, writes = self.machine.program.reads_writes(instruction)
+            used = [i for i in reads + writes if i in shared]
+            if used:
+                raise Hazard(
+                    f"{fragment.who()}, {instruction.where()}: register {names[used[0]]} still belongs to an asynchronous wgmma; no"
+                    " wgmma.wait_group has finished it. Call wgmma_wait<0>() before reading or writing accumulators."
+                )
+
+    def wgmma_issue(self, fragment, operation, state):
+        if not state.fenced:
+            raise Hazard(
+                f"{fragment.who()}, {operation.where}: no wgmma.fence before the first wgmma: writes of the accumulator registers are not"
+                " ordered before it. Call wgmma_fence() first, and again whenever other code has touched the registers."
+            )
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+
+    def thread_exit(self, fragment):
+        unit = fragment.unit
+        for lane in fragment.lane_indices().tolist():
+            groups = self.cluster.bulk_groups.get((unit.first_warp, lane))
+            if groups is None:
+                continue
+            for operation in groups["open"] + [o for g in groups["groups"] for o in g]:
+                if operation.record is None or operation.record.done is None:
+                    raise Hazard(
+                        f"{unit.name_thread(lane)} exits with the TMA store at {operation.where} in flight: its shared memory may be given"
+                        " to another CTA before it is read. Commit and wait: tma_store_commit(); tma_store_wait<0>();"
+                    )
+        warps = self._warps(fragment)
+        known = self.clock[warps].max(0)
+        cta = unit.cta
+        pending = self.__dict__.setdefault("exiting", {})
+        pending[cta] = np.maximum(pending[cta], known) if cta in pending else known.copy()
+        if self.cluster.size > 1 and all(u.exited.all() for u in self.cluster.units if u.cta == cta):
+            self.exit_clock[cta] = clock = pending[cta]
+            for warp, (step, who, where) in self.remote.get(cta, {}).items():
+                if clock[warp] < step:
+                    self._exited_early(cta, who, where)
+            for access in self.accesses:
+                if access.writes and access.low // self.cluster.shared_stride == cta and not self._known(access, clock):
+                    self._exited_early(cta, self._name_warp(access.owner), access.where)
+
+    def _exited_early(self, cta, who, where):
+        raise Hazard(
+            f"block {self.cluster.cta_ids[cta]} exits without knowing that the access of {who} at {where} to its shared memory is"
+            " over. Its shared memory may be given away while the peer still uses it: end the kernel with cluster_sync()."
+        )
+
+    def finish(self): ...
+
+    # ---- bank conflicts ---------------------------------------------------------------------------------------------
+
+    def _count_banks(self, span, index, shift, instruction):
+        unit = span.unit
+        lanes = unit.all_lanes if span.lanes is None else span.lanes
+        place = np.broadcast_to(index, lanes.shape) << shift
+        entry = self.machine.bank_conflicts.setdefault(instruction, [0, 0])
+        warp = lanes >> 5
+        for w in np.unique(warp)[:64].tolist():
+            words = np.unique(place[warp == w] >> 2)
+            entry[0] += 1
+            entry[1] += int(np.bincount(words & 31).max())
+
+
+class _RowSpan:
+    """Stands for a Span where only a name is needed."""
+
+    def __init__(self, fragment, warps):
+        self.unit, self.fragment, self.warps = fragment.unit, fragment, warps
+
+    @classmethod
+    def of(cls, unit):
+        return unit.fragments[0]
+
+    def _who(self, bad, instruction):
+        return f"{self.fragment.who()}, {self.unit.machine.where(instruction)}"
+
+
+class BatchObserver:
+    """Checks of many CTAs in lock step, where __syncthreads is the only barrier between warps.
+
+    A race is an access in the same interval between two barriers, by another warp, one of the two a write.
+    """
+
+    def __init__(self, machine, cluster):
+        self.machine, self.cluster = machine, cluster
+        self.written = memory.WrittenMap(cluster.shared.size)
+        self.granule = granule_of(machine.program)
+        self.shift = self.granule.bit_length() - 1
+        count = cluster.shared.size >> self.shift
+        # A stamp is 64 * interval + warp + 1; 63 stands for several warps.
+        self.write_stamp, self.read_stamp = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        self.write_line = np.full(count, -1, np.int32)
+        self.interval = 1
+        unit_warps = np.arange(machine.cta_threads * len(cluster.cta_ids)) % machine.cta_threads >> 5
+        self.lane_warp = (unit_warps + 1).astype(np.int32)
 
     def shared_access(self, span, index, shift, size, write, instruction):
         if write:
             self.written.write(index, shift)
         else:
             self.written.read(span, index, shift, instruction)
+        if self.machine.count_banks:
+            Observer._count_banks(self, span, index, shift, instruction)
+        unit = span.unit
+        base = self.interval * 64
+        mine = (self.lane_warp if span.lanes is None else self.lane_warp.take(span.lanes)) + base
+        width = 1 << (shift - self.shift)
+        cells = index
+        if width > 1:
+            cells = (np.asarray(index).reshape(-1, 1) * width + np.arange(width)).reshape(-1)
+            mine = np.repeat(mine, width)
+        last = self.write_stamp.take(cells)
+        bad = (last >= base) & (last != mine)
+        other, line = "write", self.write_line
+        if not bad.any() and write:
+            read = self.read_stamp.take(cells)
+            bad = (read >= base) & (read != mine)
+            other, line = "read", None
+        if bad.any():
+            at = int(np.flatnonzero(bad)[0]) // width
+            lanes = unit.all_lanes if span.lanes is None else span.lanes
+            place = int(np.atleast_1d(index)[at % np.size(index)]) << shift
+            earlier = f" at {self.machine.where(int(line.take(place >> self.shift)))}" if line is not None else ""
+            raise Hazard(
+                f"race on {self.cluster.name_shared(place)}: {unit.name_thread(int(lanes[at]))} {'writes' if write else 'reads'} it at"
+                f" {self.machine.where(instruction)}, and no __syncthreads orders that after the {other}{earlier} by another warp."
+            )
+        if write:
+            self.write_stamp[cells] = mine
+            self.write_line[cells] = instruction
+        else:
+            seen = self.read_stamp.take(cells)
+            self.read_stamp[cells] = np.where((seen >= base) & (seen != mine), base + 63, mine)
+            several = self.read_stamp.take(cells) != mine  # another warp read it, before or in this instruction
+            if several.any():
+                self.read_stamp[np.broadcast_to(cells, mine.shape)[several]] = base + 63
 
-    def release(self, fragment, barrier): ...
+    def barrier_complete(self, barrier):
+        self.interval += 1
+
+    def release(self, fragment, barrier, chosen=None): ...
     def acquire(self, fragment, barrier): ...
-    def barrier_complete(self, barrier): ...
     def warp_sync(self, fragment): ...
     def thread_exit(self, fragment): ...
     def finish(self): ...
 
 
+def _swizzle_name(span):
+    return f"a {span}-byte swizzle" if span else "no swizzle"
+
+
 def make_observer(machine, cluster):
-    return Observer(machine, cluster)
+    return BatchObserver(machine, cluster) if cluster.batch else Observer(machine, cluster)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from . import barriers, collectives  # noqa: F401  (they register their instructions)
+from . import barriers, collectives, copy_engine, tensor_core  # noqa: F401  (they register their instructions)
 from .codegen import Program
 from .errors import LaunchRefused
 from .machine import Machine

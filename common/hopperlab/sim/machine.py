@@ -229,6 +229,7 @@ class Machine:
         self.segment_threads = np.zeros(len(program.segments), np.int64)
         self.counters, self.printed, self.clock, self.progress = Counter(), [], 0, 0
         self.bank_conflicts: dict[int, list[int]] = {}
+        self.count_banks = options.get("bank_conflicts", False)
         self._parameters = {}
         self.resident: list[Cluster] = []
 

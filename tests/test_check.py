@@ -68,7 +68,7 @@ def test_one_row_shifted(right, mode):
 
 def test_one_tile_of_zeros_in_a_large_output_that_a_global_metric_lets_pass():
     """128x128 zeros in 4096x4096: calc_diff stays under the usual 1e-3. The check does not."""
-    a, b = check.problem(4096, 4096, 64, seed=1)
+    a, b = check.problem(4096, 4096, 32, seed=1)
     out = reference.matmul_exact(a, b).to(torch.bfloat16)
     bound = reference.error_bound(a, b, torch.bfloat16)
     assert check.compare(out, a, b, bound=bound).ok

@@ -515,7 +515,8 @@ def cancelling(rows, k, fmt, g):
     return cast_saturating(values, fmt)
 
 
-SCALE_RANGES = [(0.5, 2.0), (1e-25, 1e-15), (2.0**-126, 2.0**-100), (1e10, 1e15), (1e15, 1e20)]
+# Products of scales: ordinary, small, subnormal in FP32, below FP32, large, beyond FP32.
+SCALE_RANGES = [(0.5, 2), (1e-15, 1e-10), (2**-75, 2**-70), (2**-126, 2**-100), (1e10, 1e15), (1e15, 1e20)]
 MAKERS = [normal, all_finite_bytes, spread, positive, tiny, sparse, adversarial, cancelling]
 
 
@@ -557,12 +558,14 @@ def test_right_results_keep_the_bound(
 
 def blocked_fp32(a, b):
     """FP32 in another order: a BLAS call for each K block, as Triton's interpreter does."""
+    constant_scale = not block_scaled((a.recipe, b.recipe))
     final = torch.zeros(a.rows, b.rows)
     for k in range(0, a.k, 128):
         block = slice(k, k + 128)
+        product = a.data[:, block].float() @ b.data[:, block].float().t()
         scale = expand_scale(a)[:, k, None] * expand_scale(b)[None, :, k]
-        final = _fma(a.data[:, block].float() @ b.data[:, block].float().t(), scale, final)
-    return final
+        final = final + product if constant_scale else _fma(product, scale, final)
+    return final * scale if constant_scale else final
 
 
 def assert_within(out, exact, bound):
@@ -582,6 +585,29 @@ def test_the_bound_is_nearly_reached_by_an_adversary():
     a, b = (ScaledTensor(cast_saturating(x, E4M3), torch.ones(1), "row") for x in (a, b))
     error = (matmul_hopper(a, b, out_dtype=torch.float32) - matmul_exact(a, b)).abs().item()
     assert 0.8 < error / error_bound(a, b, torch.float32, 128).item() <= 1
+
+
+def test_the_bound_counts_the_rounding_of_every_promotion():
+    """Each of 100 small K blocks is rounded away against the first, large one."""
+    x, y = torch.zeros(1, 128 * 101), torch.zeros(1, 128 * 101)
+    x[0, 0] = y[0, 0] = 320.0
+    x[0, 128::128], y[0, 128::128] = 1.75, 2.0**-9
+    a, b = (ScaledTensor(cast_saturating(values, E4M3), torch.ones(1), "row") for values in (x, y))
+    exact, bound = matmul_exact(a, b), error_bound(a, b, torch.float32, 128)
+    out = matmul_hopper(a, b, out_dtype=torch.float32)
+    assert out.item() == 320.0**2
+    assert 0.4 * bound < (out - exact).abs() <= bound
+
+
+def test_the_bound_is_infinite_where_a_running_sum_overflows():
+    x = torch.ones(1, 384)
+    x[0, 256:] = -1
+    b = quantize(torch.full((1, 384), 1e18), "row")
+    a = quantize(x * 0.8e18, "row")
+    assert matmul_hopper(a, b).isfinite() and error_bound(a, b, torch.bfloat16, 128).isfinite()
+    a = quantize(x * 1.5e18, "row")
+    assert matmul_exact(a, b) < torch.finfo(torch.float32).max / 1.5
+    assert matmul_hopper(a, b).isinf() and error_bound(a, b, torch.bfloat16, 128).isinf()
 
 
 @pytest.mark.parametrize("k", [128, 1024, 8192])

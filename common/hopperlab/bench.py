@@ -2,9 +2,10 @@
 
 The method, for every kernel and peer alike: random normal data; rotating input sets that together exceed the L2 cache,
 so weights come from HBM as they do in a model; one CUDA graph per candidate, so that host time stays out; warm-up;
-candidates interleaved round by round, in another order each round and each after a warm-up of its own, because power
-drawn by the one before moves the clock (with neither, the last of five peers ran 15 % slower than alone); the median of
-the rounds; the output checked after the last timed call. Only ratios within one run mean anything.
+candidates interleaved round by round, each round starting with another one, because the power drawn by the one before
+moves the clock (in a fixed order the last of five peers ran 15 % slower than the first would have); short rounds, since
+half a second of FP8 at full load lowers the clock of an H200 by 12 %; the median of the rounds; the output checked after
+the last timed call. Only ratios within one run mean anything.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ PEAK_FP32_FLOPS = 132 * 128 * 2 * 1.98e9
 
 ROTATION_BYTES = 260e6  # more than four times the 60 MB L2
 MAX_SETS = 64
-ROUNDS = 7
-SECONDS_PER_ROUND = 0.05  # timed, after as long again untimed: the card settles at the clock this candidate's power allows
+ROUNDS = 11
+SECONDS_PER_ROUND = 0.01  # an event's resolution (about 1 µs) does not matter; short enough not to heat the next candidate's round
 SLOW_GRAPH_SECONDS = 0.5  # a candidate slower than this per rotation runs fewer sets
 
 
@@ -94,9 +95,9 @@ def measure(candidates: dict[str, list[Callable[[], object]]], rounds: int = ROU
         names = list(graphs)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             graph, replays, calls = graphs[name]
-            work = lambda: [graph.replay() for _ in range(replays)]  # noqa: B023, E731 - used before the next turn
-            work()
-            samples[name].append(_elapsed(work) / replays / calls)
+            graph.replay()  # fills the caches with this candidate's data
+            seconds = _elapsed(lambda: [graph.replay() for _ in range(replays)])  # noqa: B023 - used before the next turn
+            samples[name].append(seconds / replays / calls)
     return {name: Timing(statistics.median(s), s, graphs[name][2]) for name, s in samples.items()}
 
 

@@ -27,6 +27,7 @@ OPTIONS = (
     "-lineinfo",  # source lines for the simulator's messages and for Nsight Compute
     "--fmad=false",
     "--ptxas-options=-v",  # registers, shared memory and spills, read back from the log
+    "--no-cache",  # where there is a driver NVRTC keeps a cache of its own, and a hit comes without the log
 )
 # ptxas warnings that mean a finished kernel does not do what its source says.
 PTXAS_PROBLEMS = {

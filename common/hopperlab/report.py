@@ -189,17 +189,19 @@ def plot_ladder(record: dict):
 
     entries = [(f"{row['stage'][:2]} {row['step']}", row["timing"]["tflops"], row["language"]) for row in record["steps"] if row.get("timing")]
     entries += [(row["name"], row["tflops"], "peer") for row in record["peers"]]
-    figure, axes = plt.subplots(figsize=(8, 0.42 * len(entries) + 1.4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 0.42 * len(entries) + 1.7), layout="constrained")
     names, values, kinds = zip(*entries[::-1])
     bars = axes.barh(names, values, color=[COLORS[kind] for kind in kinds])
-    axes.bar_label(bars, [f"{value:.3g}" for value in values], padding=4)
     axes.axvline(bench.PEAK_FP8_FLOPS / 1e12, color="black", linewidth=1, linestyle="--")
+    labels = axes.bar_label(bars, [f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in values], padding=4)
+    for label in labels:
+        label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})
     axes.text(bench.PEAK_FP8_FLOPS / 1e12, len(entries) - 0.4, "FP8 peak ", ha="right", va="bottom", fontsize=8)
-    axes.set(xscale="log", xlim=(min(values) / 2, 4e3), xlabel="TFLOP/s (logarithmic)",
+    axes.set(xscale="log", xlim=(min(values) / 2, 6e3), xlabel="TFLOP/s (logarithmic)",
              title="{m}×{n}×{k}, e4m3 × e4m3 → bf16, one H200".format(**record["shape"]))  # fmt: skip
     axes.spines[["top", "right"]].set_visible(False)
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
-    axes.legend(handles, ["CUDA", "Triton", "peer"], loc="lower right", frameon=False)
+    figure.legend(handles, ["CUDA", "Triton", "peer"], loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 

@@ -1,7 +1,7 @@
 """Stage 01 in Triton: the two steps of this stage, with what Triton decides for us named in comments.
 
 Triton has no threads. A program computes a tile of D; how its elements are spread over threads, what goes through
-shared memory and when to synchronise is the compiler's business. FP8 needs no decoding by hand: ``.to(tl.float32)``.
+shared memory and when to synchronise is the compiler's business. FP8 needs no decoding by hand, a cast does it.
 """
 
 import torch
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from hopperlab.quantize import ScaledTensor
 from hopperlab.stage import check_operands
-from hopperlab.triton_ops import round_to
+from hopperlab.triton_ops import round_to, to_float32
 
 TILE = (64, 64)  # BLOCK_M, BLOCK_N of both kernels
 RECIPES = (("tensor", "tensor"), ("row", "row"), ("tensor", "row"), ("row", "tensor"))
@@ -25,8 +25,8 @@ def naive_kernel(A, B, scale_a, scale_b, D, M, N, K, scale_a_stride, scale_b_str
     n = (tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(K):
-        a = tl.load(A + m * K + k, mask=m < M, other=0.0).to(tl.float32)
-        b = tl.load(B + n * K + k, mask=n < N, other=0.0).to(tl.float32)
+        a = to_float32(tl.load(A + m * K + k, mask=m < M, other=0.0))
+        b = to_float32(tl.load(B + n * K + k, mask=n < N, other=0.0))
         total += a[:, None] * b[None, :]  # the product of two FP8 values is exact: one rounding, as in fmaf
     store_scaled(total, m, n, scale_a, scale_b, D, M, N, scale_a_stride, scale_b_stride)
 
@@ -46,7 +46,7 @@ def tiled_kernel(A, B, scale_a, scale_b, D, M, N, K, scale_a_stride, scale_b_str
         k = k0 + tl.arange(0, BLOCK_K)
         a = tl.load(A + m[:, None] * K + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
         b = tl.load(B + n[:, None] * K + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
-        total = tl.dot(a.to(tl.float32), tl.trans(b.to(tl.float32)), total, input_precision="ieee")
+        total = tl.dot(to_float32(a), tl.trans(to_float32(b)), total, input_precision="ieee")
     store_scaled(total, m, n, scale_a, scale_b, D, M, N, scale_a_stride, scale_b_stride)
 
 

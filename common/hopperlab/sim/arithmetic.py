@@ -199,6 +199,23 @@ def fma_f32(a, b, c):
     return result
 
 
+add, multiply = np.add, np.multiply
+
+
+def together(operation, *columns):
+    """The same operation on several tuples of operands: one call on stacked rows, if the unit is narrow."""
+    width = max(v.size for column in columns for v in column)
+    if width > 1024 or width == 1:
+        return [operation(*values) for values in zip(*columns)]
+    stacked = []
+    for column in columns:
+        rows = np.empty((len(column), width), F32)
+        for row, value in zip(rows, column):
+            row[...] = value
+        stacked.append(rows)
+    return operation(*stacked)
+
+
 def fma_f64(a, b, c):
     """fma.rn.f64, through exact fractions: slow, and rare."""
 

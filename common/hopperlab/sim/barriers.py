@@ -116,11 +116,12 @@ def _sync(instruction, program):
     def execute(machine, fragment):
         unit = fragment.unit
         if fragment.token is None:
-            barrier = _barrier_of(fragment, fragment.uniform(number(fragment), "the barrier number", machine))
+            chosen, *counts = machine.keep_equal(fragment, number(fragment), *([count(fragment)] if count else []))
+            barrier = _barrier_of(fragment, chosen)
             if barrier.number > 15:
                 raise Hazard(f"{fragment.who()}, {instruction.where()}: barrier {barrier.number}; a CTA has barriers 0 to 15")
             total = unit.threads if unit.lane_base is not None else machine.cta_threads
-            expected = fragment.uniform(count(fragment), "the thread count", machine) if count else total
+            expected = counts[0] if count else total
             if count and expected % 32:
                 raise Hazard(f"{fragment.who()}, {instruction.where()}: barrier count {expected} is not a multiple of 32")
             fragment.token = barrier, barrier.generation
@@ -158,8 +159,8 @@ def _arrive(instruction, program):
     number, count = program.reader(instruction.operands[0], "u32"), program.reader(instruction.operands[1], "u32")
 
     def execute(machine, fragment):
-        barrier = _barrier_of(fragment, fragment.uniform(number(fragment), "the barrier number", machine))
-        barrier.arrive(fragment, fragment.uniform(count(fragment), "the thread count", machine), instruction)
+        chosen, expected = machine.keep_equal(fragment, number(fragment), count(fragment))
+        _barrier_of(fragment, chosen).arrive(fragment, expected, instruction)
 
     return execute
 
@@ -172,7 +173,7 @@ def _reduce(instruction, program):
     predicate = program.reader(text, "pred")
 
     def execute(machine, fragment):
-        barrier = _barrier_of(fragment, fragment.uniform(number(fragment), "the barrier number", machine))
+        barrier = _barrier_of(fragment, machine.keep_equal(fragment, number(fragment))[0])
         if fragment.token is None:
             fragment.token = barrier, barrier.generation
             votes = barrier.__dict__.setdefault("votes", {}).setdefault(barrier.generation, [])
@@ -276,11 +277,13 @@ class MBarrier:
 
 def shared_place(fragment, address):
     """Window addresses (of this CTA, or of the cluster) -> offsets in the cluster's buffer."""
-    rank = address >> CLUSTER_SHIFT
     cluster = fragment.unit.cluster
-    local = address & ((1 << CLUSTER_SHIFT) - 1)
-    if np.any(fragment.active(rank) > cluster.size):
-        raise Hazard(f"{fragment.who()}: CTA rank {int(np.max(fragment.active(rank))) - 1} in a cluster of {cluster.size}")
+    if address.ndim == 0 and address < 1 << CLUSTER_SHIFT:
+        return address + fragment.unit.shared_base
+    rank, local = address >> CLUSTER_SHIFT, address & ((1 << CLUSTER_SHIFT) - 1)
+    highest = int(fragment.active(rank).max())
+    if highest > cluster.size:
+        raise Hazard(f"{fragment.who()}: CTA rank {highest - 1} in a cluster of {cluster.size}")
     return np.where(rank > 0, (rank - 1) * cluster.shared_stride, fragment.unit.shared_base) + local
 
 

@@ -47,7 +47,7 @@ class Segment:
     handler: object = None
     polls: bool = False
     live: list[int] = field(default_factory=list)
-    touched: frozenset = frozenset()
+    touched: frozenset = frozenset()  # registers that instructions other than wgmma use
 
     @property
     def following(self) -> int:
@@ -64,6 +64,7 @@ def emits(pattern):
     return register
 
 
+_TOGETHER = {"fma.rn.f32": "fma_f32", "mul.rn.f32": "multiply", "mul.f32": "multiply", "add.rn.f32": "add", "add.f32": "add"}
 _lookup_cache: dict[str, tuple | None] = {}
 
 
@@ -280,7 +281,11 @@ class Program:
                     defined |= 1 << index
                 if instruction.opcode.startswith("wgmma."):  # results arrive later: keep accumulators alive
                     used |= accumulators & ~defined
-            segment.touched = frozenset(i for i in range(len(self.names)) if (used | defined) >> i & 1)
+            touched = set()
+            for instruction in segment.code + ([segment.terminator] if segment.terminator else []):
+                if not instruction.opcode.startswith("wgmma"):
+                    touched.update(*self.reads_writes(instruction))
+            segment.touched = frozenset(touched)
             use.append(used)
             define.append(defined)
         live = list(use)
@@ -358,8 +363,12 @@ class _SegmentWriter:
         self.instruction = None
 
     def text(self) -> str:
-        for instruction in self.segment.code:
-            self.emit(instruction)
+        for run in self.runs():
+            if len(run) < 4:
+                for instruction in run:
+                    self.emit(instruction)
+            else:
+                self.emit_together(run)
         live = self.program.live_out[self.segment.index]
         results = [i for i in sorted(self.written) if live >> i & 1]
         lines = self.useful(self.lines, {f"r{i}" for i in results})
@@ -368,6 +377,48 @@ class _SegmentWriter:
         body += ["    " + line for line in lines]
         body += [f"    R[{i}] = r{i}" for i in results]
         return f"def segment_{self.segment.index}(u, f, R, L):\n" + "\n".join(body or ["    pass"]) + "\n"
+
+    def runs(self):
+        """Cut the code into single instructions and runs of unguarded float32 arithmetic."""
+        run = []
+        for instruction in self.segment.code:
+            if instruction.opcode in _TOGETHER and not instruction.guard:
+                run.append(instruction)
+                continue
+            if run:
+                yield run
+                run = []
+            yield [instruction]
+        if run:
+            yield run
+
+    def emit_together(self, run):
+        """One NumPy call for independent instructions of the same kind, as in the promotion of 64 accumulators.
+
+        An instruction goes one level below those it depends on; equal opcodes of a level become one call.
+        """
+        level_of, levels = {}, {}
+        for instruction in run:
+            target, sources = instruction.operands[0], instruction.operands[1:]
+            level = max([level_of.get(("w", s), -1) + 1 for s in sources] + [level_of.get((k, target), -1) + 1 for k in "rw"])
+            level_of["w", target] = level
+            for source in sources:
+                if source != target:
+                    level_of["r", source] = max(level, level_of.get(("r", source), -1))
+            levels.setdefault(level, {}).setdefault(instruction.opcode, []).append(instruction)
+        for level in sorted(levels):
+            for opcode, group in levels[level].items():
+                if len(group) < 4:
+                    for instruction in group:
+                        self.emit(instruction)
+                    continue
+                self.instruction, self.guard = group[0], None
+                columns = [", ".join(self.read(i.operands[c], "f32") for i in group) for c in range(1, len(group[0].operands))]
+                name = f"t{self.counter + 1}"
+                self.counter += 1
+                self.lines.append(f"{name} = A.together(A.{_TOGETHER[opcode]}, {', '.join(f'({c})' for c in columns)})")
+                for i, instruction in enumerate(group):
+                    self.write(instruction.operands[0], "f32", f"{name}[{i}]")
 
     @staticmethod
     def useful(lines, needed):

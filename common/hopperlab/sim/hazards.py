@@ -59,6 +59,7 @@ class Observer:
         self.write_warp = np.zeros(count, np.int16)
         self.write_clock = np.zeros(count, np.int32)
         self.write_line = np.full(count, -1, np.int32)
+        self.stored_pages = np.zeros((cluster.shared.size >> 10) + 1, bool)  # 1 KB pages with tracked ordinary stores
         self.read_clock = None  # (warps, count), made when something reads
         self.read_line = np.full(count, -1, np.int32)
         self.store_event = np.zeros(cluster.shared.size >> 4, np.int32)  # which store wrote a 16-byte piece last
@@ -209,6 +210,7 @@ class Observer:
                     reader, cell = (int(x[0]) for x in np.nonzero(late))
                     self._race(unit, cell // width, lane_warps, place, instruction, True, "read", self.read_line[cells[cell]], reader)
             self.write_warp[cells], self.write_clock[cells], self.write_line[cells] = who, stamps, instruction
+            self.stored_pages[place >> 10] = True
             self.events.append((lane_warps, place))
             self.store_event[place >> 4] = len(self.events) - 1
             if len(self.events) > 20000:
@@ -317,8 +319,9 @@ class Observer:
             )
         first, last = low >> self.shift, -(-high >> self.shift)
         cells = slice(first, -(-high // self.granule))
+        stored = self.stored_pages[low >> 10 : (high + 1023) >> 10].any()
         writers, steps = self.write_warp[cells], self.write_clock[cells]
-        if steps.any():
+        if stored and steps.any():
             late = clock[writers] < steps
             if late.any():
                 at = int(np.flatnonzero(late)[0])
@@ -328,6 +331,7 @@ class Observer:
                 )
             self.write_clock[cells] = 0
             self.store_event[low >> 4 : -(-high // 16)] = 0
+        self.stored_pages[(low + 1023) >> 10 : high >> 10] = False
         if self.read_clock is not None:
             late = self.read_clock[:, cells] > clock[: self.warps, None]
             if late.any():
@@ -365,7 +369,9 @@ class Observer:
                 " address, its size, and the offsets of the descriptor."
             )
         per = 16 >> self.shift if self.shift < 4 else 1
-        if chunks is None:
+        if not self.stored_pages[low >> 10 : (high + 1023) >> 10].any():
+            cells = np.zeros(0, np.int64)
+        elif chunks is None:
             cells = np.arange(low >> self.shift, -(-high // self.granule))
         else:
             cells = (np.asarray(chunks).reshape(-1, 1) * per + np.arange(per)).reshape(-1)
@@ -401,11 +407,18 @@ class Observer:
         from .tensor_core import decode_descriptor
 
         warps = self._warps(fragment)
-        places = (chunks + fragment.unit.shared_base) >> 4
         _, _, stride, base, span = decode_descriptor(descriptor)
         self._check_descriptor(fragment, operand, span, stride, low, high, where)
+        places = ((chunks + fragment.unit.shared_base) >> 4).reshape(-1)
         what = f"wgmma (operand {operand.label})"
-        return self.async_read(fragment, low, high, what, where, chunks=places.reshape(-1), warps=warps)
+        record = self.async_read(fragment, low, high, what, where, chunks=places, warps=warps)
+        for operation in state.open:  # the k-steps of one group read side by side: one record for all of them
+            for earlier in operation.reads:
+                if earlier.what == what and abs(earlier.low - low) < 1024 and earlier.done is None:
+                    earlier.low, earlier.high = min(earlier.low, low), max(earlier.high, high)
+                    self.accesses.pop()
+                    return earlier
+        return record
 
     def _check_descriptor(self, fragment, operand, span, stride, low, high, where):
         """Mistakes of layout raise no race: compare the descriptor with the tensor map that wrote the tile."""

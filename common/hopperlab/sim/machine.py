@@ -419,6 +419,20 @@ class Machine:
         unit.fragments.append(other)
         return other
 
+    def keep_equal(self, fragment, *values) -> list[int]:
+        """The values that the first lane passes; lanes that pass others go on in a fragment of their own."""
+        found = []
+        for value in values:
+            if value.ndim:
+                active = fragment.active(value)
+                same = active == active[0]
+                if not same.all():
+                    self.split(fragment, fragment.lane_indices()[same])
+                found.append(int(active[0]))
+            else:
+                found.append(int(value))
+        return found
+
     def _divide_by(self, fragment, predicate):
         """Split at a predicate: (lanes where it holds, count)."""
         if predicate.ndim == 0:

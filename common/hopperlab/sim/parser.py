@@ -21,6 +21,7 @@ class Instruction:
     negated: bool = False
     ptx_line: int = 0
     location: tuple[str, int] | None = None
+    inside: tuple[str, int] | None = None  # where in an inlined function, when location is its call
 
     @property
     def parts(self) -> list[str]:
@@ -31,7 +32,8 @@ class Instruction:
         if self.location is None:
             return f"PTX line {self.ptx_line}"
         file, line = self.location
-        return f"line {line} of {file.rsplit('/', 1)[-1]} (PTX line {self.ptx_line})"
+        inside = f", in {self.inside[0].rsplit('/', 1)[-1]}:{self.inside[1]}" if self.inside else ""
+        return f"line {line} of {file.rsplit('/', 1)[-1]} (PTX line {self.ptx_line}{inside})"
 
 
 @dataclass(slots=True)
@@ -231,7 +233,8 @@ def _function(header, body: str, first_line: int, files: dict) -> Function:
         line += token.count("\n")
         position = match.end()
     # Pass 2: declarations and instructions, with names resolved innermost scope first.
-    location = None
+    location = inside = None
+    callers = {}  # position of inlined code -> position of the call, as far as .loc tells
     for kind, content, line, stack in statements:
 
         def resolve(text: str, stack=stack) -> str:
@@ -244,9 +247,19 @@ def _function(header, body: str, first_line: int, files: dict) -> Function:
             return _NAME.sub(name, text) if len(stack) > 1 else text
 
         if kind == "loc":
-            fields = content.split()
-            if fields[2] != "0":
-                location = (files.get(fields[1], f"file {fields[1]}"), int(fields[2]))
+            fields = content.replace(",", " ").split()
+            here = tuple(fields[1:4])
+            if "inlined_at" in fields:
+                at = fields.index("inlined_at")
+                callers[here] = tuple(fields[at + 1 : at + 4])
+            else:
+                callers.pop(here, None)
+            if here[1] != "0":
+                outer, depth = here, 0
+                while outer in callers and depth < 20:
+                    outer, depth = callers[outer], depth + 1
+                location, inside = ((files.get(f, f"file {f}"), int(n)) for f, n, _ in (outer, here))
+                inside = inside if outer != here else None
         elif kind == "label":
             function.body.append(resolve(content))
         elif kind == "statement":
@@ -264,7 +277,7 @@ def _function(header, body: str, first_line: int, files: dict) -> Function:
                 match = _VARIABLE.search(content)
                 (function.shared if match["space"] == "shared" else function.local).append(_variable(match))
             elif content and not content.startswith("."):
-                function.body.append(_instruction(content, resolve, line, location))
+                function.body.append(_instruction(content, resolve, line, location, inside))
     return function
 
 
@@ -280,13 +293,13 @@ def _declare_registers(statement: str, registers: dict, scope: int, private: dic
             registers[unique] = type_name[1:]
 
 
-def _instruction(text: str, resolve, line: int, location) -> Instruction:
+def _instruction(text: str, resolve, line: int, location, inside) -> Instruction:
     guard = re.match(r"@\s*(!?)\s*([%$\w]+)\s+", text)
     if guard:
         text = text[guard.end() :]
     opcode, *rest = re.split(r"\s+", text, maxsplit=1)
     operands = [resolve(operand) for operand in split_operands(rest[0] if rest else "")]
-    return Instruction(opcode, operands, resolve(guard[2]) if guard else None, bool(guard and guard[1]), line, location)
+    return Instruction(opcode, operands, resolve(guard[2]) if guard else None, bool(guard and guard[1]), line, location, inside)
 
 
 # ---- linking: memory layout and inlining -----------------------------------------------------------------------------

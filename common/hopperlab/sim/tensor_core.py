@@ -168,7 +168,7 @@ def tile_chunks(descriptor, rows, k_bytes, transposed=False):
             # Atoms of span bytes along m by 8 along k; leading steps along m, stride along k.
             address = start + m // per_row * leading + m % per_row * 16 + k // 8 * stride + k % 8 * span
         else:
-            address = start + m * leading + k // 8 * stride + k % 8 * 16
+            address = start + m * stride + k // 8 * leading + k % 8 * 16
     else:
         r, c = np.arange(rows)[:, None], np.arange(k_bytes // 16)[None]
         if span:

@@ -16,16 +16,16 @@
 
 KERNEL(approx_reciprocal) {
   OPERANDS
-  UNARY("rcp.approx.f32") UNARY("rcp.approx.ftz.f32") UNARY("sqrt.approx.f32") UNARY("sqrt.approx.ftz.f32")
-  UNARY("rsqrt.approx.f32") UNARY("rsqrt.approx.ftz.f32")
+  UNARY("rcp.approx.f32") UNARY("sqrt.approx.f32")
+  UNARY("rsqrt.approx.f32")
 }
 KERNEL(approx_divide) {
   OPERANDS
-  BINARY("div.approx.f32") BINARY("div.approx.ftz.f32") BINARY("div.full.f32") BINARY("div.full.ftz.f32")
+  BINARY("div.approx.f32") BINARY("div.full.f32")
 }
 KERNEL(approx_exponential) {
   OPERANDS
-  UNARY("ex2.approx.f32") UNARY("ex2.approx.ftz.f32") UNARY("lg2.approx.f32") UNARY("lg2.approx.ftz.f32")
+  UNARY("ex2.approx.f32") UNARY("lg2.approx.f32")
 }
 KERNEL(approx_trigonometry) {
   OPERANDS
@@ -34,4 +34,9 @@ KERNEL(approx_trigonometry) {
 KERNEL(approx_packed) {
   OPERANDS
   PACKED("tanh.approx.f16x2") PACKED("tanh.approx.bf16x2") PACKED("ex2.approx.f16x2") PACKED("ex2.approx.ftz.bf16x2")
+}
+KERNEL(approx_flush) {
+  OPERANDS
+  UNARY("rcp.approx.ftz.f32") UNARY("sqrt.approx.ftz.f32") UNARY("rsqrt.approx.ftz.f32") BINARY("div.approx.ftz.f32")
+  BINARY("div.full.ftz.f32") UNARY("ex2.approx.ftz.f32") UNARY("lg2.approx.ftz.f32") UNARY("sin.approx.ftz.f32") UNARY("cos.approx.ftz.f32")
 }

@@ -73,14 +73,23 @@ extern "C" __global__ void atomic_float(const u32* a, u32* out) {
   const float x = float(a[i] % 8);
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(out), "f"(x) : "memory");
   asm volatile("red.global.add.f64 [%0], %1;" ::"l"(out + 2), "d"(double(x)) : "memory");
-  const u32 halves = pack_f16(x, i % 2 ? 1.0f : 0.0f), bfloats = pack_bf16(i % 3 ? 0.0f : 1.0f, i % 5 ? 1.0f : 0.0f);
-  asm volatile("red.global.add.noftz.f16x2 [%0], %1;" ::"l"(out + 4), "r"(halves) : "memory");
-  asm volatile("red.global.add.noftz.bf16x2 [%0], %1;" ::"l"(out + 5), "r"(bfloats) : "memory");
   asm volatile("{ .reg .f32 old; atom.global.add.f32 old, [%0], %1; }" ::"l"(out + 6), "f"(-x) : "memory");
-  if (i % 16 == 0)
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(out + 8), "f"(x), "f"(x + 1), "f"(x + 2), "f"(-x) : "memory");
   // One thread per address: the rounding of a single addition, subnormals included.
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(out + 16 + i), "f"(__uint_as_float(a[i])) : "memory");
+}
+
+extern "C" __global__ void atomic_half(const u32* a, u32* out) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  const u32 halves = pack_f16(float(a[i] % 8), i % 2 ? 1.0f : 0.0f), bfloats = pack_bf16(i % 3 ? 0.0f : 1.0f, i % 5 ? 1.0f : 0.0f);
+  asm volatile("red.global.add.noftz.f16x2 [%0], %1;" ::"l"(out), "r"(halves) : "memory");
+  asm volatile("red.global.add.noftz.bf16x2 [%0], %1;" ::"l"(out + 1), "r"(bfloats) : "memory");
+}
+
+// Four floats by one reduction.
+extern "C" __global__ void atomic_vector(const u32* a, u32* out) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  const float x = float(a[i] % 8);
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(out + i % 4 * 4), "f"(x), "f"(x + 1), "f"(x + 2), "f"(-x) : "memory");
 }
 
 // Shared-memory atomics, returned values included where they do not depend on the order.

@@ -94,25 +94,6 @@ extern "C" __global__ void bulk_multicast(const u8* a, u32* out, int mask) {
   cluster_sync();
 }
 
-// Shared, combined with global memory. TYPE and the operation come as constants; out holds its initial values.
-#ifdef OPERATION
-#define TEXT(...) #__VA_ARGS__
-#define EXPANDED(...) TEXT(__VA_ARGS__)
-extern "C" __global__ void bulk_reduce(const u32* a, u32* out) {
-  __shared__ alignas(128) u32 staging[128];
-  const int i = threadIdx.x;  // 128 threads
-  staging[i] = a[i];
-  fence_proxy_async_shared();
-  __syncthreads();
-  if (i == 0) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group." EXPANDED(OPERATION) " [%0], [%1], 512;"
-                 ::"l"(out), "r"(shared_address(staging)) : "memory");
-    tma_store_commit();
-    tma_store_wait<0>();
-  }
-}
-#endif
-
 // Shared of each CTA, added to the shared memory of CTA 0. 64 threads.
 extern "C" __global__ void bulk_reduce_to_peer(const u32* a, u32* out) {
   __shared__ alignas(128) u32 source[64], sum[64];
@@ -139,3 +120,39 @@ extern "C" __global__ void bulk_reduce_to_peer(const u32* a, u32* out) {
   out[blockIdx.x * 64 + i] = sum[i];
   cluster_sync();
 }
+
+// Shared, combined with global memory; out holds its initial values. 128 threads.
+#define REDUCE(name, operation)                                                                        \
+  extern "C" __global__ void name(const u32* a, u32* out) {                                            \
+    __shared__ alignas(128) u32 staging[128];                                                          \
+    const int i = threadIdx.x;                                                                         \
+    staging[i] = a[i];                                                                                 \
+    fence_proxy_async_shared();                                                                        \
+    __syncthreads();                                                                                   \
+    if (i == 0) {                                                                                      \
+      asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group." operation " [%0], [%1], 512;" \
+                   ::"l"(out), "r"(shared_address(staging)) : "memory");                               \
+      tma_store_commit();                                                                              \
+      tma_store_wait<0>();                                                                             \
+    }                                                                                                  \
+  }
+REDUCE(bulk_reduce_add_u32, "add.u32")
+REDUCE(bulk_reduce_add_s32, "add.s32")
+REDUCE(bulk_reduce_add_u64, "add.u64")
+REDUCE(bulk_reduce_min_u32, "min.u32")
+REDUCE(bulk_reduce_min_s32, "min.s32")
+REDUCE(bulk_reduce_max_u32, "max.u32")
+REDUCE(bulk_reduce_max_s32, "max.s32")
+REDUCE(bulk_reduce_min_s64, "min.s64")
+REDUCE(bulk_reduce_max_u64, "max.u64")
+REDUCE(bulk_reduce_inc_u32, "inc.u32")
+REDUCE(bulk_reduce_dec_u32, "dec.u32")
+REDUCE(bulk_reduce_and_b32, "and.b32")
+REDUCE(bulk_reduce_or_b32, "or.b32")
+REDUCE(bulk_reduce_xor_b64, "xor.b64")
+REDUCE(bulk_reduce_add_f32, "add.f32")
+REDUCE(bulk_reduce_add_f64, "add.f64")
+REDUCE(bulk_reduce_add_noftz_f16, "add.noftz.f16")
+REDUCE(bulk_reduce_add_noftz_bf16, "add.noftz.bf16")
+REDUCE(bulk_reduce_min_f16, "min.f16")
+REDUCE(bulk_reduce_max_bf16, "max.bf16")

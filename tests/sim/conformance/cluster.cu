@@ -25,8 +25,6 @@ extern "C" __global__ void cluster_registers(u32* out) {
     SPECIAL("cluster_ctarank") SPECIAL("cluster_nctarank") SPECIAL("cluster_ctaid.x") SPECIAL("cluster_ctaid.y") SPECIAL("cluster_ctaid.z")
     SPECIAL("cluster_nctaid.x") SPECIAL("cluster_nctaid.y") SPECIAL("clusterid.x") SPECIAL("clusterid.y") SPECIAL("nclusterid.x")
     SPECIAL("nclusterid.y") SPECIAL("ctaid.x") SPECIAL("ctaid.y")
-    asm volatile("{ .reg .pred p; mov.pred p, %%is_explicit_cluster; selp.u32 %0, 1, 0, p; }" : "=r"(d));
-    row[j++] = d;
   }
 }
 
@@ -37,13 +35,10 @@ extern "C" __global__ void cluster_memory(const u32* a, u32* out) {
   values[i] = a[id];
   if (i < 4) sums[i] = 0;
   cluster_sync();
-  u32 value, home, wide;
+  u32 value, home;
   asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(remote(&values[Threads - 1 - i], next)) : "memory");
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(remote(&inbox[i], next)), "r"(value * 3 + rank) : "memory");
   asm volatile("getctarank.shared::cluster.u32 %0, %1;" : "=r"(home) : "r"(remote(values, next)));
-  // A generic address of the peer's memory.
-  asm volatile("{ .reg .u64 g; cvta.shared::cluster.u64 g, %1; ld.u32 %0, [g+4]; }"
-               : "=r"(wide) : "l"(u64(remote(&values[i & ~1u], next))) : "memory");
   for (u32 peer = 0; peer < size; ++peer) {
     asm volatile("red.shared::cluster.add.u32 [%0], %1;" ::"r"(remote(&sums[0], peer)), "r"(value) : "memory");
     asm volatile("{ .reg .u32 old; atom.shared::cluster.max.u32 old, [%0], %1; }" ::"r"(remote(&sums[1], peer)), "r"(value) : "memory");
@@ -54,7 +49,22 @@ extern "C" __global__ void cluster_memory(const u32* a, u32* out) {
   out[id * 4] = inbox[i];
   out[id * 4 + 1] = sums[i % 2];
   out[id * 4 + 2] = home * 10 + (ticket < Threads * size);
-  out[id * 4 + 3] = wide + sums[2];
+  out[id * 4 + 3] = sums[2];
+}
+
+// Generic addresses of a peer's memory: mapped from one's own, and converted.
+extern "C" __global__ void cluster_generic(const u32* a, u32* out) {
+  __shared__ u32 values[Threads];
+  const u32 i = threadIdx.x, rank = cluster_rank(), size = cluster_size(), id = blockIdx.x * Threads + i, next = (rank + 1) % size;
+  values[i] = a[id];
+  cluster_sync();
+  u32 mapped, converted;
+  asm volatile("{ .reg .u64 g; mapa.u64 g, %1, %2; ld.u32 %0, [g]; }" : "=r"(mapped) : "l"(&values[Threads - 1 - i]), "r"(next) : "memory");
+  asm volatile("{ .reg .u64 g; cvta.shared::cluster.u64 g, %1; ld.u32 %0, [g+4]; }"
+               : "=r"(converted) : "l"(u64(remote(&values[i & ~1u], next))) : "memory");
+  out[2 * id] = mapped;
+  out[2 * id + 1] = converted;
+  cluster_sync();
 }
 
 // The barrier in halves: relaxed for control only, release and acquire for data, work in between.

@@ -21,7 +21,6 @@ KERNEL(convert_float_to_integer, u32) {
   OPERAND
   TO_32("cvt.rni.s32.f32", "s32") TO_32("cvt.rzi.s32.f32", "s32") TO_32("cvt.rmi.s32.f32", "s32") TO_32("cvt.rpi.s32.f32", "s32")
   TO_32("cvt.rni.u32.f32", "u32") TO_32("cvt.rzi.u32.f32", "u32") TO_32("cvt.rmi.u32.f32", "u32") TO_32("cvt.rpi.u32.f32", "u32")
-  TO_32("cvt.rni.ftz.s32.f32", "s32") TO_32("cvt.rpi.ftz.u32.f32", "u32")
   TO_64("cvt.rni.s64.f32", "s64") TO_64("cvt.rzi.s64.f32", "s64") TO_64("cvt.rmi.u64.f32", "u64") TO_64("cvt.rpi.u64.f32", "u64")
   TO_16("cvt.rni.s16.f32") TO_16("cvt.rzi.u16.f32")
   TO_16("cvt.rni.sat.s8.f32") TO_16("cvt.rzi.sat.u8.f32")
@@ -29,9 +28,19 @@ KERNEL(convert_float_to_integer, u32) {
 KERNEL(convert_float_to_float, u32) {
   OPERAND
   TO_32("cvt.rni.f32.f32", "f32") TO_32("cvt.rzi.f32.f32", "f32") TO_32("cvt.rmi.f32.f32", "f32") TO_32("cvt.rpi.f32.f32", "f32")
-  TO_32("cvt.rni.ftz.f32.f32", "f32") TO_32("cvt.sat.f32.f32", "f32") TO_32("cvt.ftz.f32.f32", "f32") TO_64("cvt.f64.f32", "f64")
-  TO_16("cvt.rn.f16.f32") TO_16("cvt.rz.f16.f32") TO_16("cvt.rn.ftz.f16.f32") TO_16("cvt.rn.sat.f16.f32") TO_16("cvt.rn.relu.f16.f32")
-  TO_16("cvt.rn.bf16.f32") TO_16("cvt.rz.bf16.f32") TO_16("cvt.rn.relu.bf16.f32")
+  TO_32("cvt.sat.f32.f32", "f32") TO_64("cvt.f64.f32", "f64")
+  TO_16("cvt.rn.f16.f32") TO_16("cvt.rz.f16.f32")
+  TO_16("cvt.rn.bf16.f32") TO_16("cvt.rz.bf16.f32")
+}
+
+KERNEL(convert_float_rare, u32) {
+  OPERAND
+  TO_32("cvt.rni.ftz.s32.f32", "s32") TO_32("cvt.rpi.ftz.u32.f32", "u32") TO_32("cvt.rni.ftz.f32.f32", "f32") TO_32("cvt.ftz.f32.f32", "f32")
+  TO_16("cvt.rn.ftz.f16.f32") TO_16("cvt.rn.sat.f16.f32") TO_16("cvt.rn.relu.f16.f32") TO_16("cvt.rn.relu.bf16.f32")
+}
+
+KERNEL(convert_float_to_tf32, u32) {
+  OPERAND
   TO_32("cvt.rna.tf32.f32", "b32") TO_32("cvt.rn.tf32.f32", "b32") TO_32("cvt.rz.tf32.f32", "b32") TO_32("cvt.rn.relu.tf32.f32", "b32")
 }
 
@@ -42,10 +51,17 @@ KERNEL(convert_float_to_float, u32) {
 KERNEL(convert_pairs, u32) {
   OPERAND
   const u32 y = a[n - 1 - i];
-  PAIR_32("cvt.rn.f16x2.f32") PAIR_32("cvt.rz.f16x2.f32") PAIR_32("cvt.rn.relu.f16x2.f32")
-  PAIR_32("cvt.rn.bf16x2.f32") PAIR_32("cvt.rz.bf16x2.f32") PAIR_32("cvt.rn.relu.bf16x2.f32")
-  PAIR_16("cvt.rn.satfinite.e4m3x2.f32") PAIR_16("cvt.rn.satfinite.relu.e4m3x2.f32")
-  PAIR_16("cvt.rn.satfinite.e5m2x2.f32") PAIR_16("cvt.rn.satfinite.relu.e5m2x2.f32")
+  PAIR_32("cvt.rn.f16x2.f32")
+  PAIR_32("cvt.rn.bf16x2.f32")
+  PAIR_16("cvt.rn.satfinite.e4m3x2.f32")
+  PAIR_16("cvt.rn.satfinite.e5m2x2.f32")
+}
+
+KERNEL(convert_pairs_rare, u32) {
+  OPERAND
+  const u32 y = a[n - 1 - i];
+  PAIR_32("cvt.rz.f16x2.f32") PAIR_32("cvt.rz.bf16x2.f32") PAIR_32("cvt.rn.relu.f16x2.f32") PAIR_32("cvt.rn.relu.bf16x2.f32")
+  PAIR_16("cvt.rn.satfinite.relu.e4m3x2.f32") PAIR_16("cvt.rn.satfinite.relu.e5m2x2.f32")
 }
 
 #define FROM(ptx, D, S) \
@@ -58,8 +74,7 @@ KERNEL(convert_from_32, u32) {
   OPERAND
   FROM("cvt.rn.f32.s32", "f32", "r") FROM("cvt.rz.f32.s32", "f32", "r") FROM("cvt.rm.f32.s32", "f32", "r") FROM("cvt.rp.f32.s32", "f32", "r")
   FROM("cvt.rn.f32.u32", "f32", "r") FROM("cvt.rz.f32.u32", "f32", "r") FROM("cvt.rm.f32.u32", "f32", "r") FROM("cvt.rp.f32.u32", "f32", "r")
-  FROM_64("cvt.rn.f64.s32", "r") FROM_64("cvt.rn.f64.u32", "r") FROM_16("cvt.rn.f16.s32", "r") FROM_16("cvt.rz.f16.u32", "r")
-  FROM_16("cvt.rn.bf16.s32", "r")
+  FROM_64("cvt.rn.f64.s32", "r") FROM_64("cvt.rn.f64.u32", "r") FROM_16("cvt.rn.f16.s32", "r")
   NARROW("cvt.sat.s32.u32", "r") NARROW("cvt.sat.u32.s32", "r") NARROW("cvt.sat.s8.s32", "r") NARROW("cvt.sat.u8.s32", "r")
   NARROW("cvt.s8.s32", "r") NARROW("cvt.u8.s32", "r") NARROW("cvt.s16.s32", "r") NARROW("cvt.sat.s16.u32", "r")
   WIDEN("cvt.s64.s32", "r") WIDEN("cvt.u64.u32", "r") WIDEN("cvt.u64.s32", "r") WIDEN("cvt.sat.u64.s32", "r")
@@ -78,7 +93,6 @@ KERNEL(convert_from_64, u64) {
 KERNEL(convert_from_double, u64) {
   OPERAND
   DOUBLE_32("cvt.rn.f32.f64", "f32") DOUBLE_32("cvt.rz.f32.f64", "f32") DOUBLE_32("cvt.rm.f32.f64", "f32") DOUBLE_32("cvt.rp.f32.f64", "f32")
-  DOUBLE_32("cvt.rn.ftz.f32.f64", "f32")
   DOUBLE_32("cvt.rni.s32.f64", "s32") DOUBLE_32("cvt.rzi.u32.f64", "u32") DOUBLE_32("cvt.rmi.s32.f64", "s32") DOUBLE_32("cvt.rpi.u32.f64", "u32")
   DOUBLE_64("cvt.rni.s64.f64", "s64") DOUBLE_64("cvt.rzi.u64.f64", "u64") DOUBLE_64("cvt.rmi.s64.f64", "s64")
   DOUBLE_64("cvt.rni.f64.f64", "f64") DOUBLE_64("cvt.rzi.f64.f64", "f64") DOUBLE_64("cvt.rmi.f64.f64", "f64") DOUBLE_64("cvt.rpi.f64.f64", "f64")
@@ -87,11 +101,10 @@ KERNEL(convert_from_double, u64) {
 // All 65536 patterns of 16 bits.
 KERNEL(convert_from_16, u16) {
   OPERAND
-  FROM("cvt.f32.f16", "f32", "h") FROM("cvt.ftz.f32.f16", "f32", "h") FROM("cvt.f32.bf16", "f32", "h") FROM_64("cvt.f64.f16", "h")
+  FROM("cvt.f32.f16", "f32", "h") FROM("cvt.f32.bf16", "f32", "h") FROM_64("cvt.f64.f16", "h")
   FROM_16("cvt.rni.f16.f16", "h") FROM_16("cvt.rzi.f16.f16", "h") FROM_16("cvt.rni.s16.f16", "h") FROM_16("cvt.rzi.u16.f16", "h")
   NARROW("cvt.rni.s32.f16", "h") FROM_16("cvt.rn.f16.s16", "h") FROM_16("cvt.rn.f16.u16", "h") FROM("cvt.rn.f32.s16", "f32", "h")
   NARROW("cvt.rn.f16x2.e4m3x2", "h") NARROW("cvt.rn.f16x2.e5m2x2", "h")
-  NARROW("cvt.rn.relu.f16x2.e4m3x2", "h") NARROW("cvt.rn.relu.f16x2.e5m2x2", "h")
   NARROW("cvt.s32.s8", "h") NARROW("cvt.u32.u8", "h")
 }
 
@@ -99,5 +112,8 @@ KERNEL(convert_from_16, u16) {
 KERNEL(convert_halves_to_fp8, u32) {
   OPERAND
   FROM_16("cvt.rn.satfinite.e4m3x2.f16x2", "r") FROM_16("cvt.rn.satfinite.e5m2x2.f16x2", "r")
+}
+KERNEL(convert_halves_to_fp8_relu, u32) {
+  OPERAND
   FROM_16("cvt.rn.satfinite.relu.e4m3x2.f16x2", "r") FROM_16("cvt.rn.satfinite.relu.e5m2x2.f16x2", "r")
 }

@@ -49,23 +49,24 @@ extern "C" __global__ void cp_async_groups(const u32* a, u32* out) {
   out[i] = sum;
 }
 
-// Completion on an mbarrier: noinc takes one of the expected arrivals, the other form raises the pending count first.
-extern "C" __global__ void cp_async_mbarrier(const u32* a, u32* out) {
-  __shared__ alignas(16) u32 shared[2][Threads];
-  __shared__ u64 barriers[2];
+// Completion on an mbarrier: .noinc takes one of the expected arrivals, the other form raises the pending count first,
+// so that the thread still arrives by itself.
+template <bool Increments>
+__device__ __forceinline__ void arrive_after_copy(const u32* a, u32* out) {
+  __shared__ alignas(16) u32 shared[Threads];
+  __shared__ u64 barrier;
   const int i = threadIdx.x;
-  if (i == 0) {
-    mbarrier_init(&barriers[0], Threads);
-    mbarrier_init(&barriers[1], Threads);
-  }
+  if (i == 0) mbarrier_init(&barrier, Threads);
   __syncthreads();
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(&shared[0][i])), "l"(a + i) : "memory");
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barriers[0])) : "memory");
-  mbarrier_wait(&barriers[0], 0);
-  out[i] = shared[0][Threads - 1 - i];
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(&shared[1][i])), "l"(a + Threads + i) : "memory");
-  asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(shared_address(&barriers[1])) : "memory");
-  mbarrier_arrive(&barriers[1]);
-  mbarrier_wait(&barriers[1], 0);
-  out[Threads + i] = shared[1][Threads - 1 - i];
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(&shared[i])), "l"(a + i) : "memory");
+  if (Increments) {
+    asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
+    mbarrier_arrive(&barrier);
+  } else {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
+  }
+  mbarrier_wait(&barrier, 0);
+  out[i] = shared[Threads - 1 - i];
 }
+extern "C" __global__ void cp_async_mbarrier_noinc(const u32* a, u32* out) { arrive_after_copy<false>(a, out); }
+extern "C" __global__ void cp_async_mbarrier(const u32* a, u32* out) { arrive_after_copy<true>(a, out); }

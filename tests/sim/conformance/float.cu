@@ -21,34 +21,29 @@
 
 KERNEL(float_add, u32) {
   OPERANDS
-  BINARY("add.rn.f32") BINARY("add.rz.f32") BINARY("add.rm.f32") BINARY("add.rp.f32") BINARY("add.rn.ftz.f32") BINARY("add.rn.sat.f32")
-  BINARY("add.rz.ftz.f32") BINARY("sub.rn.f32") BINARY("sub.rz.f32") BINARY("sub.rm.f32") BINARY("sub.rp.f32") BINARY("sub.rn.ftz.f32")
+  BINARY("add.rn.f32") BINARY("add.rz.f32") BINARY("add.rm.f32") BINARY("add.rp.f32") BINARY("add.rn.sat.f32")
+  BINARY("sub.rn.f32") BINARY("sub.rz.f32") BINARY("sub.rm.f32") BINARY("sub.rp.f32")
 }
 
 KERNEL(float_multiply, u32) {
   OPERANDS
-  BINARY("mul.rn.f32") BINARY("mul.rz.f32") BINARY("mul.rm.f32") BINARY("mul.rp.f32") BINARY("mul.rn.ftz.f32") BINARY("mul.rn.sat.f32")
-  BINARY("mul.rn.ftz.sat.f32")
+  BINARY("mul.rn.f32") BINARY("mul.rz.f32") BINARY("mul.rm.f32") BINARY("mul.rp.f32") BINARY("mul.rn.sat.f32")
 }
 
 KERNEL(float_fma, u32) {
   OPERANDS
-  TERNARY("fma.rn.f32") TERNARY("fma.rz.f32") TERNARY("fma.rm.f32") TERNARY("fma.rp.f32") TERNARY("fma.rn.ftz.f32")
-  TERNARY("fma.rn.sat.f32") TERNARY("fma.rp.ftz.f32")
+  TERNARY("fma.rn.f32") TERNARY("fma.rz.f32") TERNARY("fma.rm.f32") TERNARY("fma.rp.f32") TERNARY("fma.rn.sat.f32")
 }
 
 KERNEL(float_divide, u32) {
   OPERANDS
-  BINARY("div.rn.f32") BINARY("div.rz.f32") BINARY("div.rm.f32") BINARY("div.rp.f32") BINARY("div.rn.ftz.f32")
-  UNARY("rcp.rn.f32") UNARY("rcp.rz.f32") UNARY("rcp.rm.f32") UNARY("rcp.rp.f32") UNARY("rcp.rn.ftz.f32")
-  UNARY("sqrt.rn.f32") UNARY("sqrt.rz.f32") UNARY("sqrt.rm.f32") UNARY("sqrt.rp.f32") UNARY("sqrt.rn.ftz.f32")
+  BINARY("div.rn.f32") UNARY("rcp.rn.f32") UNARY("sqrt.rn.f32")
 }
 
 KERNEL(float_choose, u32) {
   OPERANDS
-  BINARY("min.f32") BINARY("max.f32") BINARY("min.NaN.f32") BINARY("max.NaN.f32") BINARY("min.ftz.f32") BINARY("max.ftz.f32")
-  BINARY("min.xorsign.abs.f32") BINARY("max.xorsign.abs.f32") BINARY("min.NaN.xorsign.abs.f32")
-  UNARY("neg.f32") UNARY("abs.f32") UNARY("neg.ftz.f32") UNARY("abs.ftz.f32") BINARY("copysign.f32")
+  BINARY("min.f32") BINARY("max.f32") BINARY("min.NaN.f32") BINARY("max.NaN.f32")
+  UNARY("neg.f32") UNARY("abs.f32") BINARY("copysign.f32")
 }
 
 #define COMPARE(ptx)                                                                                                  \
@@ -58,12 +53,36 @@ KERNEL(float_choose, u32) {
 #define TEST(ptx)                                                                                         \
   { u32 d; asm volatile("{ .reg .pred p; .reg .f32 x; mov.b32 x, %1; testp." ptx " p, x; selp.u32 %0, 1, 0, p; }" \
                         : "=r"(d) : "r"(x)); STORE(d); }
+KERNEL(float_choose_sign, u32) {
+  OPERANDS
+  BINARY("min.xorsign.abs.f32") BINARY("max.xorsign.abs.f32") BINARY("min.NaN.xorsign.abs.f32")
+}
+
+KERNEL(float_divide_directed, u32) {
+  OPERANDS
+  BINARY("div.rz.f32") BINARY("div.rm.f32") BINARY("div.rp.f32") UNARY("rcp.rz.f32") UNARY("rcp.rm.f32") UNARY("rcp.rp.f32")
+  UNARY("sqrt.rz.f32") UNARY("sqrt.rm.f32") UNARY("sqrt.rp.f32")
+}
+
+// Subnormal operands and results become zeros of the same sign.
+KERNEL(float_flush, u32) {
+  OPERANDS
+  BINARY("add.rn.ftz.f32") BINARY("add.rz.ftz.f32") BINARY("sub.rn.ftz.f32") BINARY("mul.rn.ftz.f32") BINARY("mul.rn.ftz.sat.f32")
+  TERNARY("fma.rn.ftz.f32") TERNARY("fma.rp.ftz.f32") BINARY("div.rn.ftz.f32") UNARY("rcp.rn.ftz.f32") UNARY("sqrt.rn.ftz.f32")
+  BINARY("min.ftz.f32") BINARY("max.ftz.f32") UNARY("neg.ftz.f32") UNARY("abs.ftz.f32")
+}
+
 KERNEL(float_compare, u32) {
   OPERANDS
   COMPARE("eq.and.f32") COMPARE("ne.and.f32") COMPARE("lt.or.f32") COMPARE("le.xor.f32") COMPARE("gt.and.f32") COMPARE("ge.or.f32")
   COMPARE("equ.and.f32") COMPARE("neu.and.f32") COMPARE("ltu.or.f32") COMPARE("leu.xor.f32") COMPARE("gtu.and.f32") COMPARE("geu.or.f32")
-  COMPARE("num.and.f32") COMPARE("nan.xor.f32") COMPARE("lt.and.ftz.f32") COMPARE("eq.and.ftz.f32")
+  COMPARE("num.and.f32") COMPARE("nan.xor.f32")
   TEST("finite.f32") TEST("infinite.f32") TEST("number.f32") TEST("notanumber.f32") TEST("normal.f32") TEST("subnormal.f32")
+}
+
+KERNEL(float_compare_flush, u32) {
+  OPERANDS
+  COMPARE("lt.and.ftz.f32") COMPARE("eq.and.ftz.f32") COMPARE("leu.or.ftz.f32")
 }
 
 #undef UNARY
@@ -97,10 +116,13 @@ KERNEL(float_double_directed, u64) {
 #define TERNARY(ptx) { u32 d; asm volatile(ptx " %0, %1, %2, %3;" : "=r"(d) : "r"(x), "r"(y), "r"(z)); STORE(d); }
 KERNEL(float_half2, u32) {
   OPERANDS
-  BINARY("add.rn.f16x2") BINARY("sub.rn.f16x2") BINARY("mul.rn.f16x2") BINARY("add.rn.sat.f16x2") BINARY("mul.rn.ftz.f16x2")
-  TERNARY("fma.rn.f16x2") TERNARY("fma.rn.relu.f16x2") TERNARY("fma.rn.sat.f16x2") TERNARY("fma.rn.ftz.f16x2")
+  BINARY("add.rn.f16x2") BINARY("sub.rn.f16x2") BINARY("mul.rn.f16x2")
+  TERNARY("fma.rn.f16x2") TERNARY("fma.rn.relu.f16x2")
   BINARY("min.f16x2") BINARY("max.f16x2") BINARY("min.NaN.f16x2") BINARY("max.NaN.f16x2") UNARY("neg.f16x2") UNARY("abs.f16x2")
-  BINARY("set.lt.f16x2.f16x2")
+}
+KERNEL(float_half2_rare, u32) {
+  OPERANDS
+  BINARY("add.rn.sat.f16x2") BINARY("mul.rn.ftz.f16x2") TERNARY("fma.rn.sat.f16x2") TERNARY("fma.rn.ftz.f16x2") BINARY("set.lt.f16x2.f16x2")
 }
 KERNEL(float_bfloat2, u32) {
   OPERANDS

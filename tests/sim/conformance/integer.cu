@@ -29,14 +29,9 @@ KERNEL(integer_binary, u32) {
   OPERANDS
   BINARY("add.u32") BINARY("sub.u32") BINARY("add.sat.s32") BINARY("sub.sat.s32")
   BINARY("mul.lo.u32") BINARY("mul.hi.u32") BINARY("mul.hi.s32")
-  BINARY("mul24.lo.u32") BINARY("mul24.hi.u32") BINARY("mul24.lo.s32") BINARY("mul24.hi.s32")
-  BINARY("min.u32") BINARY("max.u32") BINARY("min.s32") BINARY("max.s32") BINARY("min.relu.s32") BINARY("max.relu.s32")
+  BINARY("min.u32") BINARY("max.u32") BINARY("min.s32") BINARY("max.s32")
   BINARY("and.b32") BINARY("or.b32") BINARY("xor.b32")
   BINARY("shl.b32") BINARY("shr.u32") BINARY("shr.s32")
-  BINARY("bmsk.clamp.b32") BINARY("bmsk.wrap.b32")
-  BINARY("szext.clamp.u32") BINARY("szext.wrap.u32") BINARY("szext.clamp.s32") BINARY("szext.wrap.s32")
-  BINARY("add.u16x2") BINARY("add.s16x2") BINARY("min.u16x2") BINARY("max.u16x2") BINARY("min.s16x2") BINARY("max.s16x2")
-  BINARY("min.relu.s16x2") BINARY("max.relu.s16x2")
 }
 
 // The divisor is never zero: PTX leaves that undefined.
@@ -47,13 +42,31 @@ KERNEL(integer_division, u32) {
 
 KERNEL(integer_ternary, u32) {
   OPERANDS
-  TERNARY("mad.lo.u32") TERNARY("mad.hi.u32") TERNARY("mad.hi.s32") TERNARY("mad.hi.sat.s32")
-  TERNARY("mad24.lo.u32") TERNARY("mad24.hi.u32") TERNARY("mad24.lo.s32") TERNARY("mad24.hi.s32")
+  TERNARY("mad.lo.u32") TERNARY("mad.hi.u32") TERNARY("mad.hi.s32")
   TERNARY("sad.u32") TERNARY("sad.s32")
   TERNARY("dp4a.u32.u32") TERNARY("dp4a.s32.s32") TERNARY("dp4a.u32.s32") TERNARY("dp4a.s32.u32")
+  TERNARY("slct.u32.s32")
+}
+
+KERNEL(integer_24, u32) {
+  OPERANDS
+  BINARY("mul24.lo.u32") BINARY("mul24.lo.s32") TERNARY("mad24.lo.u32") TERNARY("mad24.lo.s32")
+}
+
+// Rarely met: high halves of 24-bit products, saturation, fields by mask, packed 16-bit halves with relu.
+KERNEL(integer_rare, u32) {
+  OPERANDS
+  BINARY("mul24.hi.u32") BINARY("mul24.hi.s32") TERNARY("mad24.hi.u32") TERNARY("mad24.hi.s32") TERNARY("mad.hi.sat.s32")
+  BINARY("bmsk.clamp.b32") BINARY("bmsk.wrap.b32")
+  BINARY("szext.clamp.u32") BINARY("szext.wrap.u32") BINARY("szext.clamp.s32") BINARY("szext.wrap.s32")
+  BINARY("min.relu.s32") BINARY("max.relu.s32") BINARY("min.relu.s16x2") BINARY("max.relu.s16x2")
+}
+
+KERNEL(integer_packed, u32) {
+  OPERANDS
+  BINARY("add.u16x2") BINARY("add.s16x2") BINARY("min.u16x2") BINARY("max.u16x2") BINARY("min.s16x2") BINARY("max.s16x2")
   TERNARY("dp2a.lo.u32.u32") TERNARY("dp2a.hi.u32.u32") TERNARY("dp2a.lo.s32.s32") TERNARY("dp2a.hi.s32.s32")
   TERNARY("dp2a.lo.s32.u32") TERNARY("dp2a.hi.u32.s32")
-  TERNARY("slct.u32.s32")
 }
 
 KERNEL(integer_bits, u32) {

@@ -2,6 +2,7 @@
 
 #include "hopper.cuh"
 
+#ifndef INSTRUCTION
 #define PREPARE                                                               \
   __shared__ alignas(16) u32 tile[256]; /* four 8x8 matrices of 16 bits */    \
   const int lane = threadIdx.x;                                               \
@@ -53,7 +54,7 @@ extern "C" __global__ void move_matrix(const u32* a, u32* out) {
 
 // D = A B + C, STEPS times with new A and B, registers straight from memory. INSTRUCTION is the opcode after
 // "mma.sync.aligned."; A_REGISTERS, B_REGISTERS and D_REGISTERS say how many; FLOAT_D whether D is f32 or packed.
-#ifdef INSTRUCTION
+#else
 #define TEXT(...) #__VA_ARGS__
 #define EXPANDED(...) TEXT(__VA_ARGS__)
 extern "C" __global__ void multiply(const u32* a, const u32* b, const u32* c, u32* out, int steps) {

@@ -36,15 +36,15 @@ extern "C" __global__ void mbarrier_arrivals(u32* out) {
   mbarrier_init(&barrier, 3);
   PARITIES;  // a fresh barrier counts as having completed a phase of parity 1
   const u64 first = arrive(&barrier);
-  STORE(pending(first)); STORE(test_state(&barrier, first)); PARITIES;
+  STORE(test_state(&barrier, first)); PARITIES;
   const u64 second = arrive_count(&barrier, 1);
-  STORE(pending(second)); PARITIES;
+  PARITIES;
   const u64 third = arrive(&barrier);
-  STORE(pending(third)); STORE(test_state(&barrier, first)); STORE(test_state(&barrier, third)); PARITIES;
+  STORE(test_state(&barrier, first)); STORE(test_state(&barrier, third)); PARITIES;
   const u64 fourth = arrive_count(&barrier, 3);  // the whole second phase
-  STORE(pending(fourth)); STORE(test_state(&barrier, fourth)); PARITIES;
+  STORE(test_state(&barrier, fourth)); PARITIES;
   const u64 fifth = arrive_count(&barrier, 2);
-  STORE(pending(fifth)); STORE(test_state(&barrier, fourth)); STORE(test_state(&barrier, fifth)); PARITIES;
+  STORE(test_state(&barrier, fourth)); STORE(test_state(&barrier, fifth)); PARITIES;
   mbarrier_wait(&barrier, 1);
   asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
   mbarrier_init(&barrier, 1);
@@ -60,19 +60,34 @@ extern "C" __global__ void mbarrier_drop(u32* out) {
   u64 state;
   mbarrier_init(&barrier, 4);
   asm volatile("mbarrier.arrive_drop.shared::cta.b64 %0, [%1];" : "=l"(state) : "r"(shared_address(&barrier)) : "memory");
-  STORE(pending(state)); PARITIES;
+  PARITIES;
   asm volatile("mbarrier.arrive.noComplete.release.cta.shared::cta.b64 %0, [%1], 2;" : "=l"(state) : "r"(shared_address(&barrier)) : "memory");
-  STORE(pending(state)); PARITIES;
+  PARITIES;
   state = arrive(&barrier);
-  STORE(pending(state)); PARITIES;  // phase 0 is complete, phase 1 wants three
+  PARITIES;  // phase 0 is complete, phase 1 wants three
   state = arrive_count(&barrier, 2);
-  STORE(pending(state)); PARITIES;
+  PARITIES;
   asm volatile("mbarrier.arrive_drop.release.cta.shared::cta.b64 %0, [%1], 1;" : "=l"(state) : "r"(shared_address(&barrier)) : "memory");
-  STORE(pending(state)); PARITIES;  // phase 1 is complete, phase 2 wants two
+  PARITIES;  // phase 1 is complete, phase 2 wants two
   state = arrive(&barrier);
-  STORE(pending(state)); PARITIES;
+  PARITIES;
   state = arrive(&barrier);
-  STORE(pending(state)); PARITIES;
+  PARITIES;
+}
+
+// How many arrivals a phase still wants, from the state that arrive returned: the count before that arrival.
+extern "C" __global__ void mbarrier_pending(u32* out) {
+  __shared__ u64 barrier;
+  int row = 0;
+  u64 state;
+  mbarrier_init(&barrier, 5);
+  STORE(pending(arrive(&barrier)));
+  STORE(pending(arrive_count(&barrier, 2)));
+  asm volatile("mbarrier.arrive_drop.shared::cta.b64 %0, [%1];" : "=l"(state) : "r"(shared_address(&barrier)) : "memory");
+  STORE(pending(state));
+  STORE(pending(arrive(&barrier)));
+  STORE(pending(arrive(&barrier)));  // the second phase: four
+  STORE(pending(arrive(&barrier)));
 }
 
 // Bytes: announced with and without an arrival, completed by hand.
@@ -99,7 +114,7 @@ extern "C" __global__ void mbarrier_bytes(u32* out) {
   COMPLETE(48);
   PARITIES;
   asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 %0, [%1], 48;" : "=l"(state) : "r"(shared_address(&barrier)) : "memory");
-  STORE(pending(state)); PARITIES;
+  PARITIES;
   mbarrier_arrive_expect_tx(&barrier, 0);
   PARITIES;
 }

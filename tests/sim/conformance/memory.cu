@@ -28,7 +28,7 @@ extern "C" __global__ void generic_address(const u32* a, u32* out, int n) {
   u32 spaces = 0;
 #define SPACE(name, bit)                                                                                 \
   { u32 d; asm volatile("{ .reg .pred p; isspacep." name " p, %1; selp.u32 %0, 1, 0, p; }" : "=r"(d) : "l"(pointer)); spaces |= d << bit; }
-  SPACE("global", 0) SPACE("shared", 1) SPACE("local", 2) SPACE("shared::cluster", 3)
+  SPACE("global", 0) SPACE("shared", 1) SPACE("local", 2)
   u32 value;
   asm volatile("ld.u32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
   u32* target = i & 1 ? &shared[i] : &out[2 * n + i];

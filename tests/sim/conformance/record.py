@@ -26,7 +26,7 @@ from suite import FOLDER, RECORD, run
 from hopperlab import compile as compiler
 
 FIRST_CASE_SECONDS = 60  # starting CUDA included
-CASE_SECONDS = 10
+CASE_SECONDS = 8
 
 
 def work(names: list[str], save: str | None, pipe) -> None:
@@ -104,15 +104,12 @@ def compile_all(cases) -> None:
 def machine() -> dict:
     """The card and the versions that the record belongs to."""
     import torch
-    from cuda.bindings import driver
 
     from hopperlab import telemetry
 
-    _, version = driver.cuDriverGetVersion()
     return {
         "card": torch.cuda.get_device_name(),
-        "driver": telemetry.driver_version() if hasattr(telemetry, "driver_version") else "",
-        "cuda_driver_api": version,
+        "driver": telemetry.card()["driver"],
         "torch": torch.__version__,
         "nvrtc": ".".join(map(str, compiler.nvrtc_version())),
         "date": datetime.date.today().isoformat(),
@@ -135,6 +132,7 @@ def main() -> int:
         return 2
     if options.save:
         Path(options.save).mkdir(parents=True, exist_ok=True)
+    recorded_on = machine()
     start = time.perf_counter()
     compile_all(chosen)
     compiled = time.perf_counter()
@@ -142,7 +140,7 @@ def main() -> int:
     old = json.loads(RECORD.read_text())["cases"] if RECORD.exists() else {}
     kept = {case.name: old[case.name] for case in CASES if case.name in old and case not in chosen}
     cases = {case.name: (kept | results)[case.name] for case in CASES if case.name in kept | results}
-    RECORD.write_text(json.dumps({"machine": machine(), "cases": cases}, indent=1) + "\n")
+    RECORD.write_text(json.dumps({"machine": recorded_on, "cases": cases}, indent=1) + "\n")
     print(f"{len(results)} of {len(chosen)} cases recorded; compiled in {compiled - start:.1f} s, run in {time.perf_counter() - compiled:.1f} s")
     for name, error in errors.items():
         print(f"FAILED {name}: {error}")

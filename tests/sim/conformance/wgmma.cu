@@ -1,9 +1,9 @@
 // wgmma on raw shared-memory images: the host supplies the bytes and the descriptors, so every layout is a matter of inputs.
 // ISA 9.7.15. Launch with one warpgroup.
 //
-// INSTRUCTION: opcode after "wgmma.mma_async.sync.aligned." ; TAIL: immediates after scale-d ("1, 1" or "1, 1, 0, 0").
+// INSTRUCTION: opcode after "wgmma.mma_async.sync.aligned." ; TAIL: what follows scale-d (", 1, 1" or ", 1, 1, 0, 0" or nothing).
 // D_WORDS: registers of D. A_AT, B_AT, SCALE_AT: the numbers of the operands that follow D's registers in the asm statement.
-// A_IN_REGISTERS: A comes from four registers per thread.
+// A_IN_REGISTERS: A comes from four registers per thread. IN_FLIGHT: which of the two kernels to compile.
 
 #include "hopper.cuh"
 
@@ -35,13 +35,13 @@ __device__ __forceinline__ void multiply(Word (&d)[Words], const u32 (&registers
 #if A_IN_REGISTERS
   asm volatile("{ .reg .pred p; setp.ne.b32 p, " EXPANDED(SCALE_AT) ", 0;\n"
                " wgmma.mma_async.sync.aligned." EXPANDED(INSTRUCTION) " {" D_TEXT "}, {" EXPANDED(A_AT) "}, " EXPANDED(B_AT)
-               ", p, " EXPANDED(TAIL) "; }"
+               ", p" EXPANDED(TAIL) "; }"
                : D_REGISTERS
                : "r"(registers[0]), "r"(registers[1]), "r"(registers[2]), "r"(registers[3]), "l"(b), "r"(accumulate));
 #else
   asm volatile("{ .reg .pred p; setp.ne.b32 p, " EXPANDED(SCALE_AT) ", 0;\n"
                " wgmma.mma_async.sync.aligned." EXPANDED(INSTRUCTION) " {" D_TEXT "}, " EXPANDED(A_AT) ", " EXPANDED(B_AT)
-               ", p, " EXPANDED(TAIL) "; }"
+               ", p" EXPANDED(TAIL) "; }"
                : D_REGISTERS
                : "l"(a), "l"(b), "r"(accumulate));
 #endif
@@ -56,6 +56,7 @@ __device__ __forceinline__ void hold(Word (&d)[Words]) {
 #endif
 }
 
+#if !IN_FLIGHT
 // image: bytes of shared memory, from a multiple of 1024 on. a, b: descriptors without address; a_start, b_start: where the
 // operands start in the image; a_step, b_step: added per step of K. c: D before; scale_first = 0 ignores it.
 // a_words: A's registers, 4 per thread and step.
@@ -87,8 +88,9 @@ wgmma_image(const u32* image, int image_bytes, const u32* a_words, u64 a, int a_
 #pragma unroll
   for (int j = 0; j < Words; ++j) out[j * 128 + i] = d[j];
 }
+#endif
 
-#if !A_IN_REGISTERS
+#if IN_FLIGHT
 // The same with all steps in one group, and a second accumulator in flight while the first is read.
 extern "C" __global__ void __launch_bounds__(128)
 wgmma_in_flight(const u32* image, int image_bytes, u64 a, int a_start, int a_step, u64 b, int b_start, int b_step, Word* out) {
@@ -103,6 +105,8 @@ wgmma_in_flight(const u32* image, int image_bytes, u64 a, int a_start, int a_ste
 #pragma unroll
   for (int j = 0; j < Words; ++j) first[j] = second[j] = 1;
   const u32 base = shared_address(shared);
+  hold(first);
+  hold(second);
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < 4; ++step)

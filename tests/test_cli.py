@@ -93,9 +93,11 @@ def test_bad_input_is_refused_in_words(words, message):
 
 
 def test_bench_says_why_it_needs_a_gpu(monkeypatch):
-    monkeypatch.setattr(capability, "has_hopper", lambda: False)
-    result = invoke("bench")
-    assert result.exit_code == 2 and "simulator" in result.output
+    missing = capability.Capability("Hopper GPU", "running kernels", False, "no GPU", "Kernels run on the simulator.", False)
+    monkeypatch.setattr(capability, "hopper", lambda: missing)
+    for command in ("bench", "profile"):
+        result = invoke(command)
+        assert result.exit_code == 2 and "Kernels run on the simulator" in result.output
 
 
 def test_doctor_fits_a_screen_and_names_the_fix(monkeypatch):

@@ -104,22 +104,19 @@ def scaled(data, recipe, g, low=0.5, high=2.0):
 @every_format_pair
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chained_wgmma_steps_equal_mmasim_and_mmaemu(formats, family):
-    """36 cases of 65,536 outputs: 2.4 million against each model."""
+    """36 cases of four steps with 16,384 outputs each: 2.4 million outputs against each model."""
     make, c_size = FAMILIES[family]
     format_a, format_b = formats
     g = generator(7)
-    oracle = mmasim.nv_ptx.WGMMA("Hopper", f"m64n256k32.f32.{format_a.name}.{format_b.name}")
-    ours = oracle_c = torch.randn(64, 256, generator=g) * c_size
-    a, b = make(64, 128, format_a, g), make(256, 128, format_b, g)
-    first = ours
-    for k in range(0, 128, 32):
-        step_a, step_b = a[:, k : k + 32], b[:, k : k + 32]
-        ours = tensor_core_step(step_a, step_b, ours, format_a, format_b)
-        oracle_c = oracle(step_a, step_b.t(), oracle_c)
-        assert_same_bits(ours, oracle_c)
-    pairs = a[:, None, :].expand(64, 256, 128).contiguous(), b[None].expand(64, 256, 128).contiguous()
-    emulated = mmaemu_dot(*pairs, first, preset="hopper")
-    assert_same_bits(ours, emulated)
+    wgmma = mmasim.nv_ptx.WGMMA("Hopper", f"m64n256k32.f32.{format_a.name}.{format_b.name}")
+    c = torch.randn(64, 256, generator=g) * c_size
+    for _ in range(4):
+        a, b = make(64, 32, format_a, g), make(256, 32, format_b, g)
+        ours = tensor_core_step(a, b, c, format_a, format_b)
+        assert_same_bits(ours, wgmma(a, b.t(), c))
+        pairs = a[:, None, :].expand(64, 256, 32).contiguous(), b[None].expand(64, 256, 32).contiguous()
+        assert_same_bits(ours, mmaemu_dot(*pairs, c, preset="hopper"))
+        c = ours
 
 
 @every_format_pair
@@ -652,6 +649,28 @@ def test_quantised_normal_data_has_the_known_difference():
     x, y = torch.randn(128, 512, generator=generator(17)), torch.randn(256, 512, generator=generator(18))
     product = x.double() @ y.double().t()
     assert 5e-4 < calc_diff(matmul_hopper(quantize(x, "1x128"), quantize(y, "128x128")), product) < 9e-4
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU: torch.cuda.is_available() is false")
+
+
+@needs_gpu
+@every_recipe_pair
+def test_a_gpu_computes_the_same_bits(recipes):
+    g = generator(19)
+    x, y = torch.randn(300, 700, generator=g), torch.randn(260, 700, generator=g)
+    x[7, 7] = torch.nan
+    on_cpu = quantize(x, recipes[0]), quantize(y, recipes[1], "e5m2", margin=1)
+    on_gpu = quantize(x.cuda(), recipes[0]), quantize(y.cuda(), recipes[1], "e5m2", margin=1)
+    for one, other in zip(on_cpu, on_gpu):
+        assert torch.equal(one.data.view(torch.uint8), other.data.view(torch.uint8).cpu())
+        assert torch.equal(one.scale, other.scale.cpu())
+    assert_same_bits(matmul_hopper(*on_gpu).cpu(), matmul_hopper(*on_cpu))
+    assert_same_bits(matmul_fp32(*on_gpu).cpu(), matmul_fp32(*on_cpu))
+    finite = torch.arange(300) != 7
+    for on_device in (matmul_exact, lambda a, b: error_bound(a, b, torch.bfloat16, 128)):
+        expected, out = on_device(*on_cpu)[finite], on_device(*on_gpu).cpu()[finite]
+        assert torch.allclose(out, expected, rtol=1e-9, atol=1e-9)
 
 
 # ---------------------------------------------------------------- refusals

@@ -209,7 +209,8 @@ class MBarrier:
         self.in_flight = 0  # copies that were issued for this barrier and have not landed
         self.column = len(cluster.barriers)  # of the vector clocks
         self.clock = self.released = self.initialised = None
-        self.copies: list[str] = []
+        self.passed: dict[tuple, int] = {}  # wait instruction and first thread -> phase it last passed on
+        self.stale = ""
 
     @property
     def name(self) -> str:
@@ -238,6 +239,12 @@ class MBarrier:
         return text
 
     def arrive(self, count, who, where):
+        if self.pending == 0:
+            raise Hazard(
+                f"{who}, {where}: arrives on {self.name} again while its phase {self.phase} still waits for {self.tx} of"
+                f" {self.expected} expected bytes: the next round starts before this one has landed. The producer must wait on the"
+                " slot's empty barrier, with the right parity, before it reuses the slot."
+            )
         if count > self.pending:
             raise Hazard(
                 f"{who}, {where}: {count} arrivals on {self.name}, but its phase {self.phase} lacks only {self.pending} (it was"
@@ -425,6 +432,11 @@ def _mbarrier_wait(instruction, program):
             if observer is not None:
                 observer.acquire(fragment, barrier)
             write(fragment, np.bool_(True))
+            key = where, fragment.unit.first_warp, 0 if fragment.lanes is None else int(fragment.lanes[0])
+            if barrier.passed.get(key) == barrier.phase:
+                barrier.stale = (f"{fragment.who()} passed the wait on {barrier.name} at {where} twice in its phase {barrier.phase}:"
+                                 " does the phase bit flip each time the ring comes round?")  # fmt: skip
+            barrier.passed[key] = barrier.phase
             if machine.trace is not None:
                 machine.event(fragment, "wait passed", barrier=barrier.name, phase=barrier.phase - 1)
             return None
@@ -435,7 +447,16 @@ def _mbarrier_wait(instruction, program):
         if machine.trace is not None and fragment.state is not barrier:
             machine.event(fragment, "waits", barrier=barrier.name, phase=barrier.phase)
         what = f"parity {want}" if by_parity else f"phase {want}"
-        return Wait(ready, lambda: f"for {what} of {barrier.name}, which is in phase {barrier.phase}", barrier)
+        key = where, fragment.unit.first_warp, 0 if fragment.lanes is None else int(fragment.lanes[0])
+
+        def why():
+            text = f"for {what} of {barrier.name}, which is in phase {barrier.phase}"
+            if barrier.passed.get(key, barrier.phase) < barrier.phase:
+                text += (f"; phase {barrier.phase - 1} completed and was not waited for here: does the phase bit flip each time the"
+                         " ring comes round?")  # fmt: skip
+            return text
+
+        return Wait(ready, why, barrier)
 
     return execute
 

@@ -184,6 +184,25 @@ class Program:
         value = self.environment[writer.read(operand, type_name)]
         return lambda fragment: value
 
+    def pointer_parameters(self, instruction: Instruction) -> set[int]:
+        """Parameters whose pointers can reach the address of a memory instruction, by following definitions back."""
+        definitions: dict[str, list[Instruction]] = {}
+        for candidate in self.instructions:
+            for name in split_operands(candidate.operands[0].strip("{}")) if candidate.operands else []:
+                definitions.setdefault(name, []).append(candidate)
+        offsets = {p.name: i for i, p in enumerate(self.kernel.parameters)}
+        waiting = [w for o in instruction.operands if "[" in o for w in re.findall(r"[%$\w@.]+", o)]
+        seen, found = set(waiting), set()
+        while waiting:
+            for source in definitions.get(waiting.pop(), []):
+                for word in re.findall(r"[%$\w@.]+", " ".join(source.operands[1:])):
+                    if source.opcode.startswith("ld.param") and word in offsets:
+                        found.add(offsets[word])
+                    elif word in self.names and word not in seen and self.kernel.registers[word].endswith("64"):
+                        seen.add(word)
+                        waiting.append(word)
+        return found
+
     def address_reader(self, operand: str):
         """Function(fragment) -> shared-memory address of '[register+offset]' or a register, as int64.
 

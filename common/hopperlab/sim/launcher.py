@@ -90,6 +90,8 @@ def launch(
         dict(order=order, seed=seed, check=check, math=math, registers=registers, progress=progress, trace_events=events,
              tensor_maps=tensor_maps),
     )  # fmt: skip
+    by_name = {region.name: region for region in table.regions}
+    machine.argument_regions = {i: by_name[name] for i, name in enumerate(names) if name in by_name}
     machine.variables = {name: np.uint64(storage.ctypes.data) for name, storage in keep.items()}
     start = time.perf_counter()
     machine.run()

@@ -225,6 +225,7 @@ class Machine:
         self.trace, self.progress_callback = options.get("trace_events"), options.get("progress")
         self.tensor_maps = options.get("tensor_maps", [])
         self.variables: dict[str, np.uint64] = {}
+        self.argument_regions: dict[int, memory.Region] = {}
         self.segment_runs = np.zeros(len(program.segments), np.int64)
         self.segment_threads = np.zeros(len(program.segments), np.int64)
         self.counters, self.printed, self.clock, self.progress = Counter(), [], 0, 0
@@ -245,6 +246,11 @@ class Machine:
 
     def where(self, index: int) -> str:
         return self.program.instructions[index].where()
+
+    def origin(self, index: int):
+        """The tensor that the address of instruction number index is computed from, if there is only one."""
+        regions = [self.argument_regions.get(i) for i in self.program.pointer_parameters(self.program.instructions[index])]
+        return regions[0] if len(regions) == 1 else None
 
     def where_pc(self, pc: int) -> str:
         segment = self.program.segments[pc]
@@ -546,6 +552,7 @@ class Machine:
                     else:
                         lines.append(f"  {fragment.who()} at {where} spin on memory that nothing changes any more")
         lines += [f"  {barrier.describe()}" for barrier in barriers]
+        lines += [f"  {barrier.stale}" for cluster in self.resident for barrier in cluster.barriers.values() if barrier.stale]
         if len(lines) > 40:
             lines = lines[:40] + [f"  ... and {len(lines) - 40} more"]
         return "\n".join(lines)

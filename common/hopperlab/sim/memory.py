@@ -65,13 +65,13 @@ class GlobalMemory:
                 break
         return None
 
-    def describe(self, address: int, size: int) -> str:
-        """Where a bad address lies, in terms of the nearest tensor."""
+    def describe(self, address: int, size: int, origin: "Region | None" = None) -> str:
+        """Where a bad address lies, in terms of the tensor it was computed from (origin) or the nearest one."""
         if address >> 60:
             return f"address {address:#x}, which lies in the {_WINDOW_NAMES.get(address >> 60, 'unknown')} window"
         if not self.regions:
             return f"address {address:#x}; the kernel was given no tensor"
-        best = min(self.regions, key=lambda r: min(abs(address - r.start), abs(address + size - r.end)))
+        best = origin or min(self.regions, key=lambda r: min(abs(address - r.start), abs(address + size - r.end)))
         total = best.end - best.start
         if address >= best.start:
             beyond = address + size - best.end
@@ -231,7 +231,7 @@ class GlobalSpan(Span):
                 verb = "writes" if write else "reads"
                 raise MemoryFault(
                     f"{self._who(bad if self.address.ndim else True, instruction)}: {verb} {size} bytes at"
-                    f" {memory.describe(addresses[i], size)}. No tensor of this launch holds that address: look at the"
+                    f" {memory.describe(addresses[i], size, self.unit.machine.origin(instruction))}. No tensor of this launch holds that address: look at the"
                     " bounds check of the row and column, and at the leading dimension."
                 )
         return _Scattered(regions, addresses, dtype), np.arange(len(addresses))

@@ -292,8 +292,8 @@ H200_OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize("shape, digest", H200_OUTPUTS.items(), ids=str)
-def test_equals_what_an_h200_wrote(shape, digest):
+@pytest.mark.parametrize("shape", H200_OUTPUTS, ids=str)
+def test_equals_what_an_h200_wrote(shape):
     m, n, k = shape
     rng = np.random.default_rng(0)
     a, b = (rng.normal(size=(rows, k)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8) for rows in (m, n))
@@ -301,7 +301,7 @@ def test_equals_what_an_h200_wrote(shape, digest):
     b_scale = rng.uniform(0.5, 2, (n // 128, k // 128)).astype(np.float32)
     a = ScaledTensor(torch.from_numpy(a).view(E4M3.dtype), torch.from_numpy(a_scale), "1x128")
     b = ScaledTensor(torch.from_numpy(b).view(E4M3.dtype), torch.from_numpy(b_scale), "128x128")
-    assert hashlib.sha256(bits(matmul_hopper(a, b)).numpy().tobytes()).hexdigest() == digest
+    assert hashlib.sha256(bits(matmul_hopper(a, b)).numpy().tobytes()).hexdigest() == H200_OUTPUTS[shape]
 
 
 def hopper_step_by_step(a, b, interval):
@@ -336,11 +336,11 @@ def block_scaled(recipes):
         for recipes in RECIPE_PAIRS
         for interval in ((32, 64, 128) if block_scaled(recipes) else (None, 32, 64, 128, 256))
     ],
-    ids=str,
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
 )
 def test_matmul_hopper_is_its_steps(recipes, interval):
     g = generator(1)
-    m, n, k = 131, 260, 600  # ragged in every direction, and more than one tile of outputs
+    m, n, k = 260, 131, 300  # ragged in every direction, and more than one tile of outputs
     a, b = scaled(spread(m, k, E4M3, g), recipes[0], g), scaled(normal(n, k, E5M2, g), recipes[1], g)
     expected = hopper_step_by_step(a, b, interval)
     assert_same_bits(matmul_hopper(a, b, interval=interval, out_dtype=torch.float32), expected)
@@ -651,7 +651,7 @@ def test_quantised_normal_data_has_the_known_difference():
     assert 5e-4 < calc_diff(matmul_hopper(quantize(x, "1x128"), quantize(y, "128x128")), product) < 9e-4
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU: torch.cuda.is_available() is false")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is false")
 
 
 @needs_gpu

@@ -2,13 +2,11 @@ import hashlib
 from fractions import Fraction
 
 import ml_dtypes
-import mmasim.nv_ptx
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mmaemu.model.chain import dot as mmaemu_dot
 
 from hopperlab.formats import E4M3, E5M2, all_values, cast_saturating
 from hopperlab.quantize import RECIPES, ScaledTensor, expand_scale, quantize, scale_shape
@@ -105,6 +103,9 @@ def scaled(data, recipe, g, low=0.5, high=2.0):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chained_wgmma_steps_equal_mmasim_and_mmaemu(formats, family):
     """36 cases of four steps with 16,384 outputs each: 2.4 million outputs against each model."""
+    import mmasim.nv_ptx
+    from mmaemu.model.chain import dot as mmaemu_dot
+
     make, c_size = FAMILIES[family]
     format_a, format_b = formats
     g = generator(7)
@@ -122,6 +123,8 @@ def test_chained_wgmma_steps_equal_mmasim_and_mmaemu(formats, family):
 @every_format_pair
 @pytest.mark.parametrize("family", ["normal", "all finite bytes", "spread exponents", "tiny operands"])
 def test_mma_sync_equals_two_fp16_instructions_of_mmasim_and_an_addition(formats, family):
+    import mmasim.nv_ptx
+
     make, c_size = FAMILIES[family]
     g = generator(3)
     hmma = mmasim.nv_ptx.MMA("Hopper", "m16n8k16.f32.f16.f16.f32")

@@ -18,7 +18,8 @@ class NamedBarrier:
         self.cluster, self.cta, self.number = cluster, cta, number
         self.generation, self.expected = 0, None
         self.arrived: list[tuple] = []  # (unit, lanes, instruction) of this generation
-        self.clock = None
+        self.clock = self.released = None
+        self.votes: dict[int, list[bool]] = {}  # of bar.red, per generation
 
     def count(self) -> int:
         return sum(len(lanes) for _, lanes, _ in self.arrived)
@@ -65,12 +66,6 @@ class NamedBarrier:
                         f" barriers: some at {other.where()}, others at {where.where()}. __syncthreads in a branch that not"
                         " all threads of the warp take is undefined; move it out of the branch."
                     )
-
-    def exited_partly(self):
-        """Threads of the waiting CTAs that have exited without arriving (a Hazard for a barrier of the whole CTA)."""
-        for unit in self.cluster.units:
-            if unit.cta == self.cta and unit.exited.any():
-                yield unit
 
 
 def _barrier_of(fragment, number):
@@ -165,20 +160,20 @@ def _arrive(instruction, program):
     return execute
 
 
-@special("bar.red", "barrier.red", "barrier.cta.red", results=(0,))
+@special("bar.red", "bar.cta.red", "barrier.red", "barrier.cta.red", results=(0,))
 def _reduce(instruction, program):
     operation = next(p for p in instruction.parts if p in ("popc", "and", "or"))
     write, number = program.writer(instruction.operands[0]), program.reader(instruction.operands[1], "u32")
-    text = instruction.operands[-1]
-    predicate = program.reader(text, "pred")
+    count = program.reader(instruction.operands[2], "u32") if len(instruction.operands) > 3 else None
+    predicate = program.reader(instruction.operands[-1], "pred")
 
     def execute(machine, fragment):
-        barrier = _barrier_of(fragment, machine.keep_equal(fragment, number(fragment))[0])
         if fragment.token is None:
+            chosen, *counts = machine.keep_equal(fragment, number(fragment), *([count(fragment)] if count else []))
+            barrier = _barrier_of(fragment, chosen)
             fragment.token = barrier, barrier.generation
-            votes = barrier.__dict__.setdefault("votes", {}).setdefault(barrier.generation, [])
-            votes.extend(fragment.active(predicate(fragment)).tolist())
-            barrier.arrive(fragment, machine.cta_threads, instruction)
+            barrier.votes.setdefault(barrier.generation, []).extend(fragment.active(predicate(fragment)).tolist())
+            barrier.arrive(fragment, counts[0] if counts else machine.cta_threads, instruction)
         barrier, generation = fragment.token
         if barrier.generation == generation:
             return Wait(lambda: barrier.generation != generation, lambda: f"at barrier {barrier.number}", barrier)
@@ -186,8 +181,7 @@ def _reduce(instruction, program):
         fragment.token = None
         if fragment.unit.cluster.observer is not None:
             fragment.unit.cluster.observer.acquire(fragment, barrier)
-        result = {"popc": np.uint32(sum(votes)), "and": np.bool_(all(votes)), "or": np.bool_(any(votes))}[operation]
-        write(fragment, result)
+        write(fragment, {"popc": np.uint32(sum(votes)), "and": np.bool_(all(votes)), "or": np.bool_(any(votes))}[operation])
 
     return execute
 
@@ -211,17 +205,20 @@ class MBarrier:
         self.clock = self.released = self.initialised = None
         self.passed: dict[tuple, int] = {}  # wait instruction and first thread -> phase it last passed on
         self.stale = ""
+        self.latest = self.completed_at = 0  # logical times of a trace
 
     @property
-    def name(self) -> str:
+    def label(self) -> str:
+        """'full[2]', without the block."""
         offset = self.place % self.cluster.shared_stride
         for symbol, (start, size) in self.cluster.machine.program.kernel.shared.items():
             if size and start <= offset < start + size:
-                index = f"[{(offset - start) // 8}]" if size > 8 else ""
-                text = readable_symbol(symbol) + index
-                break
-        else:
-            text = f"the mbarrier at shared {offset:#x}"
+                return readable_symbol(symbol) + (f"[{(offset - start) // 8}]" if size > 8 else "")
+        return f"the mbarrier at shared {offset:#x}"
+
+    @property
+    def name(self) -> str:
+        text = self.label
         if self.cluster.size > 1:
             text += f" of block {self.cluster.cta_ids[self.place // self.cluster.shared_stride]}"
         return text
@@ -277,9 +274,8 @@ class MBarrier:
             self.expected = self.landed = 0
             if self.cluster.observer is not None:
                 self.cluster.observer.phase_complete(self)
-            machine = self.cluster.machine
-            if machine.trace is not None:
-                machine.event(self.name, "phase complete", phase=self.phase - 1)
+            if self.cluster.machine.trace is not None:
+                self.cluster.machine.trace.phase_complete(self)
 
 
 def shared_place(fragment, address):
@@ -376,7 +372,7 @@ def _mbarrier_arrive(instruction, program):
                 else:
                     lanes = total
             if machine.trace is not None:
-                machine.event(fragment, "arrive", barrier=barrier.name, phase=barrier.phase, bytes=total if expects else 0)
+                machine.trace.arrive(fragment, barrier, total if expects else 0)
             barrier.arrive(lanes, fragment.who() if lanes > barrier.pending else "", where)
             if drops:
                 barrier.count -= lanes
@@ -438,14 +434,12 @@ def _mbarrier_wait(instruction, program):
                                  " does the phase bit flip each time the ring comes round?")  # fmt: skip
             barrier.passed[key] = barrier.phase
             if machine.trace is not None:
-                machine.event(fragment, "wait passed", barrier=barrier.name, phase=barrier.phase - 1)
+                machine.trace.wait_passed(fragment, barrier)
             return None
         if not waits:
             write(fragment, np.bool_(False))
             fragment.polled = True
             return None
-        if machine.trace is not None and fragment.state is not barrier:
-            machine.event(fragment, "waits", barrier=barrier.name, phase=barrier.phase)
         what = f"parity {want}" if by_parity else f"phase {want}"
         key = where, fragment.unit.first_warp, 0 if fragment.lanes is None else int(fragment.lanes[0])
 

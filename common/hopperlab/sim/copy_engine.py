@@ -203,10 +203,8 @@ def _load(machine, cluster, fragment, box, coordinates, place, barrier, where):
     barrier.in_flight += 1
     if cluster.observer is not None:
         cluster.observer.async_write(fragment, place, place + box.extent, barrier, where, box)
-    trace = machine.trace is not None
-    if trace:
-        machine.event("copy engine", "load issued", tile=cluster.name_shared(place), barrier=barrier.name, bytes=box.bytes,
-                      coordinates=coordinates, by=fragment.who(), phase=barrier.phase)  # fmt: skip
+    if machine.trace is not None:
+        machine.trace.load(fragment, barrier, box.bytes, coordinates, place // cluster.shared_stride)
     machine.counters["TMA bytes loaded"] += box.bytes
 
     def complete():
@@ -221,8 +219,6 @@ def _load(machine, cluster, fragment, box, coordinates, place, barrier, where):
         cluster.shared_view(CHUNK)[chunks] = np.ascontiguousarray(data).reshape(-1).view(CHUNK)
         if cluster.observer is not None:
             cluster.observer.landed(chunks)
-        if trace:
-            machine.event("copy engine", "load landed", tile=cluster.name_shared(place), barrier=barrier.name, bytes=box.bytes)
         barrier.complete_bytes(box.bytes, where)
 
     _schedule(machine, cluster, complete)
@@ -323,14 +319,10 @@ class _StoreOperation:
             self.did_write = True
             self._write(self.data)
             self.data = None
-            if self.machine.trace is not None:
-                self.machine.event("copy engine", "store written")
 
     def issue(self, lane):
         groups = _groups_of(self.fragment.unit, lane)
         groups["open"].append(self)
-        if self.machine.trace is not None:
-            self.machine.event("copy engine", "store issued", by=self.fragment.who())
         _schedule(self.machine, self.cluster, self.write)
 
 
@@ -352,6 +344,8 @@ def _tensor_store(instruction, program, reduction):
         cluster = fragment.unit.cluster
         for lane, box, coordinates, place in copy.lanes(machine, fragment, "store"):
             operation = _StoreOperation(machine, fragment, place, place + box.extent, box, where)
+            if machine.trace is not None:
+                machine.trace.store(fragment, box.bytes, coordinates)
             machine.counters["TMA bytes stored"] += box.bytes
 
             def read(box=box, place=place):

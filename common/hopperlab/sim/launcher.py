@@ -15,6 +15,7 @@ from .machine import Machine
 from .memory import GlobalMemory, Region
 from .parser import SHARED_BASE, parse
 from .report import Report, make_report
+from .trace import Trace, save
 
 MAX_SHARED_PER_BLOCK = 227 * 1024
 REGISTERS_PER_SM = 65536
@@ -55,7 +56,7 @@ def launch(
     shared_bytes: dynamic shared memory per block.  registers: per thread, as ptxas reports, for the limits.
     order: "lazy" completes asynchronous work as late as allowed, "eager" at once; a seed makes every order random.
     check: look for races and protocol mistakes.  math: "exact" tensor-core arithmetic, or "fast" float32.
-    trace: a path for a Chrome trace, or True to keep the events in the report.  progress: called with (done, total).
+    trace: True to record report.trace and bank conflicts, or a path for a Chrome trace too.  progress: called with (done, total).
     source: the kernel's .cu file, so that messages can name parameters; without it the file that the PTX names is tried.
 
     Raises LaunchRefused, UnknownInstruction, MemoryFault, Hazard or Deadlock, all of them SimulatorError.
@@ -84,11 +85,11 @@ def launch(
 
     static = program.kernel.shared_static
     dynamic_at = max([start for start, size in program.kernel.shared.values() if not size], default=SHARED_BASE + static)
-    events = [] if trace is not None and trace is not False else None
+    recorder = Trace() if trace else None
     machine = Machine(
         program, table, parameters, grid, block, cluster, dynamic_at + shared_bytes, shared_bytes,
-        dict(order=order, seed=seed, check=check, math=math, registers=registers, progress=progress, trace_events=events,
-             tensor_maps=tensor_maps),
+        dict(order=order, seed=seed, check=check, math=math, registers=registers, progress=progress, trace=recorder,
+             tensor_maps=tensor_maps, bank_conflicts=bool(trace)),
     )  # fmt: skip
     by_name = {region.name: region for region in table.regions}
     machine.argument_regions = {i: by_name[name] for i, name in enumerate(names) if name in by_name}
@@ -96,6 +97,8 @@ def launch(
     start = time.perf_counter()
     machine.run()
     report = make_report(machine, time.perf_counter() - start)
+    if isinstance(trace, (str, Path)):
+        save(report.trace, trace)
     return report
 
 

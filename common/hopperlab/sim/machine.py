@@ -43,12 +43,12 @@ class Rendezvous(Wait):
 class Fragment:
     """Threads of a unit that share a program counter; lanes is None for all threads, or their sorted indices."""
 
-    __slots__ = ("unit", "pc", "lanes", "n", "R", "wait", "token", "polled", "state")
+    __slots__ = ("unit", "pc", "lanes", "n", "R", "wait", "token", "polled", "now")
 
     def __init__(self, unit, pc, lanes, n, registers):
         self.unit, self.pc, self.lanes, self.n, self.R = unit, pc, lanes, n, registers
-        self.wait = self.token = self.state = None
-        self.polled = False
+        self.wait = self.token = None
+        self.polled, self.now = False, 0  # now: the logical clock of a trace
 
     def lane_indices(self) -> np.ndarray:
         return self.unit.all_lanes if self.lanes is None else self.lanes
@@ -222,13 +222,13 @@ class Machine:
         self.order, self.math, self.check = options["order"], options["math"], options["check"]
         self.registers = options.get("registers")
         self.random = random.Random(options["seed"]) if options.get("seed") is not None else None
-        self.trace, self.progress_callback = options.get("trace_events"), options.get("progress")
+        self.trace, self.progress_callback = options.get("trace"), options.get("progress")
         self.tensor_maps = options.get("tensor_maps", [])
         self.variables: dict[str, np.uint64] = {}
         self.argument_regions: dict[int, memory.Region] = {}
         self.segment_runs = np.zeros(len(program.segments), np.int64)
         self.segment_threads = np.zeros(len(program.segments), np.int64)
-        self.counters, self.printed, self.clock, self.progress = Counter(), [], 0, 0
+        self.counters, self.printed, self.progress = Counter(), [], 0
         self.bank_conflicts: dict[int, list[int]] = {}
         self.count_banks = options.get("bank_conflicts", False)
         self._parameters = {}
@@ -268,10 +268,6 @@ class Machine:
         from .hazards import make_observer
 
         return make_observer(self, cluster)
-
-    def event(self, who, what, **details):
-        if self.trace is not None:
-            self.trace.append((self.clock, who, what, details))
 
     # ---- running a grid ---------------------------------------------------------------------------------------------
 
@@ -410,6 +406,7 @@ class Machine:
             registers[i] = np.where(taken, b, a)
         taken[best.lane_indices()] = True
         best.n += other.n
+        best.now = max(best.now, other.now)
         best.lanes = None if best.n == unit.threads else np.flatnonzero(taken)
         unit.fragments.remove(other)
 
@@ -420,7 +417,7 @@ class Machine:
         rest[fragment.lane_indices()] = True
         rest[keep] = False
         other = Fragment(unit, fragment.pc, np.flatnonzero(rest), fragment.n - len(keep), list(fragment.R))
-        other.state = fragment.state
+        other.now = fragment.now
         fragment.lanes, fragment.n = keep, len(keep)
         unit.fragments.append(other)
         return other
@@ -484,7 +481,6 @@ class Machine:
                     fragment.polled = True
                     return
             elif kind == "special":
-                self.clock += 1
                 if segment.guard >= 0:
                     predicate = registers[segment.guard]
                     lanes, count = self._divide_by(fragment, ~predicate if segment.terminator.negated else predicate)

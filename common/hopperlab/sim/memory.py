@@ -10,6 +10,7 @@ import ctypes
 
 import numpy as np
 
+from . import arithmetic
 from .errors import Hazard, MemoryFault
 
 # Windows of the generic address space.  Real pointers stay below 2**57.
@@ -176,7 +177,7 @@ class Span:
         if not returns and operation in _UFUNCS and kind.kind in "iuf" and kind.itemsize > 2:
             _UFUNCS[operation].at(view, index, values[0])
             return None
-        step, old = ATOMICS[operation], np.zeros(lanes.size, dtype)
+        step, old = ATOMICS.get(operation) or _half_atomic(operation), np.zeros(lanes.size, dtype)
         with np.errstate(all="ignore"):
             for i, at in enumerate(index.tolist()):
                 old[i] = view[at]
@@ -417,6 +418,14 @@ ATOMICS = {
     "dec": lambda old, x: x if old == 0 or old > x else old - 1,
     "cas": lambda old, compare, x: x if old == compare else old,
 }
+
+
+def _half_atomic(name):
+    """add.f16x2, min.bf16 and so on, on the bits of one element."""
+    operation, kind = name.split(".")
+    if kind.endswith("x2"):
+        return lambda old, x: arithmetic.half_pair(operation, kind[:-2], old, x)
+    return lambda old, x: arithmetic.half_operation(operation, kind, old, x)
 
 
 class WrittenMap:

@@ -11,6 +11,7 @@ class Report:
     instructions: thread instructions executed, by opcode without type (the instruction mix).
     lines: thread instructions executed by (file, line); every line with code is there, also with 0.
     bank_conflicts: (file, line) -> (accesses of a warp, wavefronts they took); equal numbers mean no conflict.
+    trace: spans of trace.py, if the launch recorded them; approximate: instructions executed whose last bits PTX leaves open.
     printed: lines that printf wrote.  seconds: how long the simulation took, not how long a GPU would.
     """
 
@@ -22,7 +23,7 @@ class Report:
     printed: list[str]
     seconds: float
     approximate: list[str] = field(default_factory=list)
-    events: list = field(default_factory=list)
+    trace: list = field(default_factory=list)
 
     @property
     def thread_instructions(self) -> int:
@@ -52,4 +53,4 @@ def make_report(machine, seconds) -> Report:
         conflicts[location] = old[0] + accesses, old[1] + wavefronts
     mix = Counter({name: count for name, count in mix.items() if count})
     return Report(machine.program.kernel.name, mix, dict(lines), conflicts, machine.counters, machine.printed, seconds,
-                  approximate, machine.trace or [])
+                  approximate, machine.trace.spans if machine.trace else [])

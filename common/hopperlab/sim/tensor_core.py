@@ -187,7 +187,7 @@ class WgmmaState:
     """Asynchronous wgmma of one warpgroup: open holds those not yet committed, groups the committed ones."""
 
     def __init__(self):
-        self.open, self.groups = [], []
+        self.open, self.groups, self.ends = [], [], []  # ends: logical times of a trace
         self.fenced = False
 
     def registers(self):
@@ -365,7 +365,7 @@ def _wgmma_commit(instruction, program):
         state.groups.append(state.open)
         state.open = []
         if machine.trace is not None:
-            machine.event("tensor core", "group issued", by=fragment.who(), wgmma=len(state.groups[-1]))
+            state.ends.append(machine.trace.wgmma_group(fragment, state.groups[-1]))
 
     return execute
 
@@ -386,7 +386,7 @@ def _wgmma_wait(instruction, program):
                 for record in operation.reads:
                     unit.cluster.observer.read_done(record, fragment)
             if machine.trace is not None:
-                machine.event("tensor core", "group done", by=fragment.who(), wgmma=len(group))
+                machine.trace.wgmma_wait(fragment, state.ends.pop(0))
         unit.pending_registers = state.registers()
 
     return execute

@@ -77,7 +77,7 @@ def _fused_sum(a, b, c, a_exponent, b_exponent, rule):
     step = 8  # products of 8 k at a time stay in the cache
     products = np.empty((min(step, len(a)), *total.shape), kind)
     for k in range(0, len(a), step):
-        np.multiply(a[k : k + step, :, None], b[k : k + step, None, :], out=products)
+        np.einsum("ki,kj->kij", a[k : k + step], b[k : k + step], out=products[: len(a) - k])
         np.multiply(products, scale, out=products)
         np.trunc(products, out=products)
         total += np.add.reduce(products, axis=0)

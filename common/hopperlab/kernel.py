@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from hopperlab import compile as compiler
+from hopperlab.tensormap import TensorMap
 
 # Limits of compute capability 9.0 (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
 MAX_THREADS_PER_CTA = 1024
@@ -114,21 +115,22 @@ class Kernel:
 
     def _device(self, arguments) -> torch.device:
         devices = {a.device for a in arguments if isinstance(a, torch.Tensor)}
-        devices |= {a.tensor.device for a in arguments if hasattr(a, "tensor") and isinstance(a.tensor, torch.Tensor)}
+        devices |= {a.tensor.device for a in arguments if isinstance(a, TensorMap)}
         if len(devices) != 1:
             raise ValueError(f"arguments of {self.entry}: tensors of one device are needed to choose the machine, "
                              f"got {sorted(map(str, devices)) or 'no tensor'}")  # fmt: skip
         return devices.pop()
 
     def _launch_on_gpu(self, device, arguments, grid, block, cluster, shared_bytes):
-        from cuda.core import LaunchConfig, Stream, launch
+        from cuda.bindings import driver
 
-        kernel = self._loaded(device.index, shared_bytes)
-        converted = [self._gpu_argument(a, p) for a, p in zip(arguments, self.parameters)]
-        config = _launch_config(LaunchConfig, grid, block, cluster, shared_bytes)
+        function = self._loaded(device.index, shared_bytes)
+        values, types = zip(*(self._gpu_argument(a, p) for a, p in zip(arguments, self.parameters)))
+        config = _launch_config(grid, block, cluster, shared_bytes)
         with torch.cuda.device(device):
-            stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
-            launch(stream, config, kernel, *converted)
+            config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
+            # Not cuda.core.launch: it takes no tensor map made by cuTensorMapEncodeTiled.
+            _checked(driver.cuLaunchKernelEx(config, function, (values, types), 0), f"launching {self.entry}")
 
     @functools.cache  # noqa: B019 - kernels live as long as the process
     def _loaded(self, device_index: int, shared_bytes: int):
@@ -141,31 +143,43 @@ class Kernel:
                                f"is sm_{major}{minor}; move the tensors to the CPU to run on the simulator")  # fmt: skip
         with torch.cuda.device(device_index):
             Device(device_index).set_current()  # the primary context, which torch uses too
-            kernel = ObjectCode.from_cubin(self.compiled.cubin).get_kernel(self.entry)
+            kernel = self._object_code(ObjectCode).get_kernel(self.entry)
             if shared_bytes > 48 * 1024:  # beyond the default limit a kernel must opt in
                 attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, device_index)
-                if status != driver.CUresult.CUDA_SUCCESS:
-                    raise RuntimeError(f"shared_bytes: the driver refused {shared_bytes} bytes ({status.name})")
-        return kernel
+                _checked(driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, device_index), f"shared_bytes={shared_bytes}")
+            return _checked(driver.cuKernelGetFunction(kernel.handle), f"loading {self.entry}")
+
+    @functools.cache  # noqa: B019 - one module for all devices; unloading it would unload the kernel
+    def _object_code(self, object_code_class):
+        return object_code_class.from_cubin(self.compiled.cubin)
 
     @staticmethod
     def _gpu_argument(argument, parameter: Parameter):
+        """(value, ctypes type) as cuLaunchKernelEx takes them; the type of a tensor map is None."""
         if isinstance(argument, torch.Tensor):
             if parameter.type not in ("u64", "b64"):
                 raise TypeError(f"{parameter.name} is {parameter.type}, not a pointer; a tensor was given")
-            return argument.data_ptr()
-        if hasattr(argument, "encode") and not isinstance(argument, str):
-            return argument.encode()
+            return argument.data_ptr(), ctypes.c_void_p
+        if isinstance(argument, TensorMap):
+            return argument.encode(), None
         if isinstance(argument, (bool, int, float)):
             kind = _SCALAR_TYPES[parameter.type]
-            value = kind(argument)
-            if isinstance(argument, int) and kind not in (ctypes.c_float, ctypes.c_double):
+            if kind not in (ctypes.c_float, ctypes.c_double):
+                if not isinstance(argument, int):
+                    raise TypeError(f"{parameter.name} is {parameter.type}; got the float {argument}, an integer is needed")
                 bits = 8 * ctypes.sizeof(kind)  # PTX declares int as u32: both ranges are right
                 if not -(2 ** (bits - 1)) <= argument < 2**bits:
                     raise OverflowError(f"{parameter.name} is {parameter.type}; {argument} does not fit in {bits} bits")
-            return value
+            return kind(argument).value, kind
         raise TypeError(f"{parameter.name}: got {type(argument).__name__}, allowed are tensors, TensorMap, int, float, bool")
+
+
+def _checked(result, doing: str):
+    """The value a driver call returned. Raises RuntimeError that says what failed and how."""
+    status, *values = result
+    if status.value != 0:
+        raise RuntimeError(f"{doing} failed: {status.name}")
+    return values[0] if values else None
 
 
 def _dim3(name: str, value) -> tuple[int, int, int]:
@@ -189,9 +203,18 @@ def _check_launch(grid, block, cluster, shared_bytes):
         raise ValueError(f"shared_bytes: got {shared_bytes}, allowed are 0 to {MAX_SHARED_BYTES} per CTA")
 
 
-@functools.cache
-def _launch_config(launch_config, grid, block, cluster, shared_bytes):
-    if math.prod(cluster) == 1:
-        return launch_config(grid=grid, block=block, shmem_size=shared_bytes)
-    clusters = tuple(g // c for g, c in zip(grid, cluster))  # cuda.core counts the grid in clusters
-    return launch_config(grid=clusters, cluster=cluster, block=block, shmem_size=shared_bytes)
+@functools.lru_cache(maxsize=1024)
+def _launch_config(grid, block, cluster, shared_bytes):
+    from cuda.bindings import driver
+
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = block
+    config.sharedMemBytes = shared_bytes
+    if math.prod(cluster) > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster
+        config.attrs = [attribute]
+        config.numAttrs = 1
+    return config

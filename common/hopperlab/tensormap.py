@@ -75,12 +75,18 @@ class TensorMap:
         steps = [s * size for s in reversed(tensor.stride())]
         box = tuple(int(b) for b in box)
         if len(box) != rank:
-            raise ValueError(f"box: {len(box)} numbers for a tensor of {rank} dimensions; give one per dimension, innermost first")
+            raise ValueError(
+                f"box: {len(box)} numbers for a tensor of {rank} dimensions; give one per dimension, innermost first"
+            )
         element_strides = tuple(element_strides or (1,) * rank)
         if len(element_strides) != rank or not all(1 <= s <= 8 for s in element_strides) or element_strides[0] != 1:
-            raise ValueError(f"element_strides: {element_strides}; {rank} numbers from 1 to 8 are allowed, the innermost 1")
+            raise ValueError(
+                f"element_strides: {element_strides}; {rank} numbers from 1 to 8 are allowed, the innermost 1"
+            )
         if any(d == 0 for d in dims):
-            raise ValueError(f"tensor: shape {tuple(tensor.shape)} is empty; a map needs at least one element. Skip the launch.")
+            raise ValueError(
+                f"tensor: shape {tuple(tensor.shape)} is empty; a map needs at least one element. Skip the launch."
+            )
         if any(d > 1 << 32 for d in dims):
             raise ValueError(f"tensor: dimension {max(dims)} is over 2**32; split the tensor")
         if steps[0] != size and dims[0] > 1:
@@ -94,28 +100,32 @@ class TensorMap:
             step = steps[d] if dims[d] > 1 else -(-max(dims[d - 1] * (strides[-1] if strides else size), 16) // 16) * 16
             if step % 16:
                 raise ValueError(
-                    f"tensor: the stride of dimension {rank - 1 - d} is {step} bytes; TMA needs a multiple of 16. Pad the"
-                    f" rows to a multiple of {16 // size if size < 16 else 1} elements."
+                    f"tensor: the stride of dimension {rank - 1 - d} is {step} bytes; TMA needs a multiple of 16. Pad "
+                    f"the rows to a multiple of {16 // size if size < 16 else 1} elements."
                 )
             if not 0 <= step < 1 << 40:
-                raise ValueError(f"tensor: the stride of dimension {rank - 1 - d} is {step} bytes; 0 to 2**40 - 1 are allowed")
+                raise ValueError(
+                    f"tensor: the stride of dimension {rank - 1 - d} is {step} bytes; 0 to 2**40 - 1 are allowed"
+                )
             strides.append(step)
         address = tensor.data_ptr()
         if address % 16:
             raise ValueError(
-                f"tensor: its address {address:#x} is not a multiple of 16 bytes; TMA needs that. A view that starts inside"
-                " another tensor must start at a multiple of 16 bytes: copy it with .clone()."
+                f"tensor: its address {address:#x} is not a multiple of 16 bytes; TMA needs that. A view that starts "
+                "inside another tensor must start at a multiple of 16 bytes: copy it with .clone()."
             )
         for d, (extent, stride) in enumerate(zip(box, element_strides)):
             if not 1 <= extent <= 256:
-                raise ValueError(f"box: {box} has {extent} in dimension {d}; 1 to 256 elements are allowed. Use several copies.")
+                raise ValueError(
+                    f"box: {box} has {extent} in dimension {d}; 1 to 256 elements are allowed. Use several copies."
+                )
         if swizzle not in SWIZZLES:
             raise ValueError(f"swizzle: {swizzle} bytes; allowed are {SWIZZLES}")
         inner = box[0] * size
         if inner % 16:
             raise ValueError(
-                f"box: the innermost dimension is {inner} bytes ({box[0]} elements of {size}); TMA needs a multiple of 16."
-                f" Use a multiple of {max(1, 16 // size)} elements."
+                f"box: the innermost dimension is {inner} bytes ({box[0]} elements of {size}); TMA needs a multiple of "
+                f"16. Use a multiple of {max(1, 16 // size)} elements."
             )
         if swizzle and inner > swizzle:
             raise ValueError(
@@ -127,7 +137,9 @@ class TensorMap:
         kind = _TYPES[tensor.dtype]
         if fill_nan and not kind.startswith(("FLOAT", "BFLOAT")):
             raise ValueError(f"fill_nan: only for float16, bfloat16, float32 and float64, not {tensor.dtype}")
-        return cls(address, kind, size, dims, tuple(strides), box, element_strides, swizzle, fill_nan, l2_promotion, tensor)
+        return cls(
+            address, kind, size, dims, tuple(strides), box, element_strides, swizzle, fill_nan, l2_promotion, tensor
+        )
 
     @property
     def rank(self) -> int:

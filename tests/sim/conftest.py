@@ -1,7 +1,6 @@
 """Helpers of the simulator's tests: compile a snippet, run it, with arrays as arguments."""
 
 import pytest
-
 from hopperlab import sim
 from hopperlab.compile import compile_source
 

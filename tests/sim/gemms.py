@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
 from hopperlab.compile import compile_source
 from hopperlab.tensormap import TensorMap
 
@@ -35,7 +34,16 @@ def arguments(which, a, b, sa, sb, out):
     map_a = TensorMap.tiled(a, box=(128, 128), swizzle=128)
     if which == "pipelined":
         return [map_a, TensorMap.tiled(b, box=(128, 128), swizzle=128), sa, sb, out, m, n, k]
-    return [map_a, TensorMap.tiled(b, box=(128, 64), swizzle=128), TensorMap.tiled(out, box=(64, 64), swizzle=128), sa, sb, m, n, k]
+    return [
+        map_a,
+        TensorMap.tiled(b, box=(128, 64), swizzle=128),
+        TensorMap.tiled(out, box=(64, 64), swizzle=128),
+        sa,
+        sb,
+        m,
+        n,
+        k,
+    ]
 
 
 def launch_options(which, m, n):

@@ -7,10 +7,9 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
+from hopperlab.sim import arithmetic
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from hopperlab.sim import arithmetic
 
 N = 256
 M32, M64 = (1 << 32) - 1, (1 << 64) - 1
@@ -134,7 +133,9 @@ def run_unary(run, instructions, inputs, out_type="u32", in_type="u32", constrai
         f'"{constraint[1]}"(c)); out[{i} * {N} + t] = r; }}\n'
         for i, text in enumerate(t if t.endswith("}") else t + ";" for t in instructions)
     )
-    out = np.zeros((len(instructions), N), {"u32": np.uint32, "f32": np.float32, "f64": np.float64, "u16": np.uint16}[out_type])
+    out = np.zeros(
+        (len(instructions), N), {"u32": np.uint32, "f32": np.float32, "f64": np.float64, "u16": np.uint16}[out_type]
+    )
     run(
         f'extern "C" __global__ void k(const {in_type}* in, {out_type}* out) {{ int t = threadIdx.x;'
         f" {in_type} a = in[t], b = in[t + {N}], c = in[t + {2 * N}];\n{body} }}",
@@ -152,7 +153,9 @@ def test_integer_instructions(run, seed):
     for row, (text, oracle) in zip(out, INTEGER.items()):
         want = [oracle(*map(int, column)) & M32 for column in x.T]
         bad = [i for i in range(N) if int(row[i]) != want[i]]
-        assert not bad, f"{text}: {[hex(int(v)) for v in x[:, bad[0]]]} -> {int(row[bad[0]]):#x}, expected {want[bad[0]]:#x}"
+        assert not bad, (
+            f"{text}: {[hex(int(v)) for v in x[:, bad[0]]]} -> {int(row[bad[0]]):#x}, expected {want[bad[0]]:#x}"
+        )
 
 
 # ---- float -----------------------------------------------------------------------------------------------------------
@@ -187,7 +190,9 @@ def floats(seed):
     """Pairs and triples that round in interesting ways: cancelling, tied, subnormal."""
     rng = np.random.default_rng(seed)
     x = (rng.normal(size=(3, N)) * 2.0 ** rng.integers(-20, 20, (3, N))).astype(np.float32)
-    x[:, : N // 4] = (rng.integers(-4096, 4096, (3, N // 4)) * 2.0 ** rng.integers(-4, 14, (3, N // 4))).astype(np.float32)
+    x[:, : N // 4] = (rng.integers(-4096, 4096, (3, N // 4)) * 2.0 ** rng.integers(-4, 14, (3, N // 4))).astype(
+        np.float32
+    )
     near = slice(N // 4, N // 2)
     x[2, near] = -(x[0, near] * x[1, near])
     tiny = slice(N // 2, N // 2 + 40)
@@ -237,7 +242,11 @@ def test_fma_property(a, b, c, shift):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.floats(allow_nan=False, allow_infinity=False), st.floats(allow_nan=False, allow_infinity=False), st.floats(allow_nan=False, allow_infinity=False))
+@given(
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
 def test_fma64_property(a, b, c):
     exact = Fraction(a) * Fraction(b) + Fraction(c)
     if abs(exact) > Fraction(1.7e308):
@@ -247,7 +256,9 @@ def test_fma64_property(a, b, c):
             assert float(arithmetic.fma_f64(np.float64(a), np.float64(b), np.float64(c))) == float(exact)
 
 
-@pytest.mark.parametrize("kind, mantissa, minimum, largest", [("f16", 11, -14, 65504.0), ("bf16", 8, -126, 3.3895313892515355e38)])
+@pytest.mark.parametrize(
+    "kind, mantissa, minimum, largest", [("f16", 11, -14, 65504.0), ("bf16", 8, -126, 3.3895313892515355e38)]
+)
 def test_half_fma(run, kind, mantissa, minimum, largest):
     rng = np.random.default_rng(2)
     dtype = np.float16 if kind == "f16" else ml_dtypes.bfloat16
@@ -295,7 +306,12 @@ def test_narrow_conversions(run):
         e5m2 = np.clip(x[:2], -57344, 57344).astype(ml_dtypes.float8_e5m2).view(np.uint8).astype(np.uint16)
         for codes in (e4m3, e5m2):
             codes[np.isnan(x[:2])] = 0x7F
-        want = [e4m3[0] | e4m3[1] << 8, e5m2[0] | e5m2[1] << 8, x[0].astype(ml_dtypes.bfloat16).view(np.uint16), x[0].astype(np.float16).view(np.uint16)]
+        want = [
+            e4m3[0] | e4m3[1] << 8,
+            e5m2[0] | e5m2[1] << 8,
+            x[0].astype(ml_dtypes.bfloat16).view(np.uint16),
+            x[0].astype(np.float16).view(np.uint16),
+        ]
     want[2][0] = want[3][0] = 0x7FFF
     assert np.array_equal(out, np.array(want))
 

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-
 from hopperlab import sim
 
 
@@ -121,7 +120,9 @@ def test_a_thread_may_wait_for_another_of_its_warp(run):
 
 
 def test_spinning_forever_is_a_deadlock(run):
-    with pytest.raises(sim.Deadlock, match=r"thread 0 of block \(0, 0, 0\) at .*kernel.cu.* spin on memory that nothing changes"):
+    with pytest.raises(
+        sim.Deadlock, match=r"thread 0 of block \(0, 0, 0\) at .*kernel.cu.* spin on memory that nothing changes"
+    ):
         run('extern "C" __global__ void k(int* f) { while (*(volatile int*)f == 0); }', np.zeros(1, np.int32), block=1)
 
 
@@ -139,32 +140,55 @@ def test_out_of_bounds_names_tensor_thread_and_line(run, tmp_path):
 
 def test_misaligned_access(run):
     with pytest.raises(sim.MemoryFault, match="thread 1 .*misaligned global access of 16 bytes"):
-        run('extern "C" __global__ void k(u8* p) { *(uint4*)(p + threadIdx.x * 8) = uint4{1,2,3,4}; }', np.zeros(1024, np.uint8).view("u8")[:128])
+        run(
+            'extern "C" __global__ void k(u8* p) { *(uint4*)(p + threadIdx.x * 8) = uint4{1,2,3,4}; }',
+            np.zeros(1024, np.uint8).view("u8")[:128],
+        )
 
 
 def test_shared_memory_bounds_and_uninitialised_reads(run):
     out = np.zeros(32, np.int32)
     with pytest.raises(sim.MemoryFault, match=r"thread 8 .*writes 4 bytes at shared address"):
-        run('extern "C" __global__ void k(int* o) { __shared__ int s[8]; s[threadIdx.x] = 1; __syncthreads(); o[threadIdx.x] = s[0]; }', out)
+        run(
+            'extern "C" __global__ void k(int* o) { __shared__ int s[8]; s[threadIdx.x] = 1; __syncthreads(); o[threadIdx.x] = s[0]; }',
+            out,
+        )
     with pytest.raises(sim.Hazard, match=r"thread 31 .*reads s \+ 128 .*nothing has written"):
-        run('extern "C" __global__ void k(int* o) { __shared__ int s[33]; s[threadIdx.x] = 1; __syncthreads(); o[threadIdx.x] = s[threadIdx.x + 1]; }', out)
+        run(
+            'extern "C" __global__ void k(int* o) { __shared__ int s[33]; s[threadIdx.x] = 1; __syncthreads(); o[threadIdx.x] = s[threadIdx.x + 1]; }',
+            out,
+        )
 
 
 def test_syncthreads_that_some_threads_never_reach(run):
-    with pytest.raises(sim.Hazard, match=r"__syncthreads at line 1 .*threads 0..9 of block .* exited without reaching it"):
-        run('extern "C" __global__ void k(int* o) { if (threadIdx.x < 10) return; __syncthreads(); o[0] = 1; }', np.zeros(1, np.int32))
+    with pytest.raises(
+        sim.Hazard, match=r"__syncthreads at line 1 .*threads 0..9 of block .* exited without reaching it"
+    ):
+        run(
+            'extern "C" __global__ void k(int* o) { if (threadIdx.x < 10) return; __syncthreads(); o[0] = 1; }',
+            np.zeros(1, np.int32),
+        )
     with pytest.raises(sim.Hazard, match="meet at different barriers"):
-        run('extern "C" __global__ void k(int* o) { if (threadIdx.x < 10) { __syncthreads(); o[0] = 1; } else { o[1] = 2; __syncthreads(); } }', np.zeros(2, np.int32))
+        run(
+            'extern "C" __global__ void k(int* o) { if (threadIdx.x < 10) { __syncthreads(); o[0] = 1; } else { o[1] = 2; __syncthreads(); } }',
+            np.zeros(2, np.int32),
+        )
 
 
 def test_shuffle_with_missing_lanes(run):
     with pytest.raises(sim.Hazard, match="exited before"):
-        run('extern "C" __global__ void k(int* o) { if (threadIdx.x < 3) return; o[threadIdx.x] = __shfl_sync(~0u, threadIdx.x, 0); }', np.zeros(32, np.int32))
+        run(
+            'extern "C" __global__ void k(int* o) { if (threadIdx.x < 3) return; o[threadIdx.x] = __shfl_sync(~0u, threadIdx.x, 0); }',
+            np.zeros(32, np.int32),
+        )
 
 
 def test_unknown_instructions_are_named(run):
     with pytest.raises(sim.UnknownInstruction, match=r"line 1 of kernel.cu .*'vadd.s32.s32.s32' is not modelled"):
-        run('extern "C" __global__ void k(int* o) { int r; PTX("vadd.s32.s32.s32 %0, %1, %1;" : "=r"(r) : "r"(o[0])); o[0] = r; }', np.zeros(1, np.int32))
+        run(
+            'extern "C" __global__ void k(int* o) { int r; PTX("vadd.s32.s32.s32 %0, %1, %1;" : "=r"(r) : "r"(o[0])); o[0] = r; }',
+            np.zeros(1, np.int32),
+        )
 
 
 @pytest.mark.parametrize("kwargs, message", [
@@ -182,7 +206,9 @@ def test_launch_limits(run, kwargs, message):
 
 def test_coverage_and_mix(run):
     report = run(
-        'extern "C" __global__ void k(int* o) {\n  if (o[0] > 5)\n    o[1] = 3;\n  o[2] = __popc(o[3]);\n}', np.zeros(4, np.int32), block=1
+        'extern "C" __global__ void k(int* o) {\n  if (o[0] > 5)\n    o[1] = 3;\n  o[2] = __popc(o[3]);\n}',
+        np.zeros(4, np.int32),
+        block=1,
     )
     assert ("kernel.cu", 3) in report.not_covered() and ("kernel.cu", 4) not in report.not_covered()
     assert report.instructions["popc"] == 1

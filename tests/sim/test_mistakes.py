@@ -4,7 +4,6 @@ import gemms
 import numpy as np
 import pytest
 import torch
-
 from hopperlab import sim
 from hopperlab.tensormap import TensorMap
 
@@ -103,7 +102,9 @@ def launch(which, ptx, **options):
     m, n, k = SHAPE[which]
     out = torch.full((m, n), float("nan"), dtype=torch.bfloat16)
     inputs = gemms.inputs(m, n, k)
-    settings = gemms.launch_options(which, m, n) | dict(grid=1 if which == "pipelined" else 2, source=gemms.KERNELS / f"{which}.cu")
+    settings = gemms.launch_options(which, m, n) | dict(
+        grid=1 if which == "pipelined" else 2, source=gemms.KERNELS / f"{which}.cu"
+    )
     sim.launch(ptx, "gemm", gemms.arguments(which, *inputs, out), **settings, **options)
     return out
 
@@ -127,14 +128,20 @@ def test_right_kernels_raise_nothing_in_100_orders(which):
 
 def test_29_a_box_that_the_hardware_refuses():
     a = torch.zeros(64, 256, dtype=torch.uint8)
-    for box, swizzle, message in (((320, 8), 0, "box: .*1 to 256"), ((256, 8), 128, "128-byte swizzle allows at most 128"), ((24, 8), 0, "multiple of 16")):
+    for box, swizzle, message in (
+        ((320, 8), 0, "box: .*1 to 256"),
+        ((256, 8), 128, "128-byte swizzle allows at most 128"),
+        ((24, 8), 0, "multiple of 16"),
+    ):
         with pytest.raises(ValueError, match=message):
             TensorMap.tiled(a, box=box, swizzle=swizzle)
 
 
 def test_31_shared_memory_read_that_nothing_wrote(run):
     for order in ORDERS:
-        with pytest.raises(sim.Hazard, match=r"thread \d+ .*line 2 of kernel.cu.* reads s \+ \d+ .*nothing has written yet"):
+        with pytest.raises(
+            sim.Hazard, match=r"thread \d+ .*line 2 of kernel.cu.* reads s \+ \d+ .*nothing has written yet"
+        ):
             run("""extern "C" __global__ void k(float* o) { __shared__ float s[64]; s[threadIdx.x] = 1; __syncthreads();
               o[threadIdx.x] = s[threadIdx.x + 1]; }""", np.zeros(64, np.float32), block=33, **order)  # fmt: skip
 

@@ -10,4 +10,13 @@ from .errors import Deadlock, Hazard, LaunchRefused, MemoryFault, SimulatorError
 from .launcher import launch
 from .report import Report
 
-__all__ = ["Deadlock", "Hazard", "LaunchRefused", "MemoryFault", "Report", "SimulatorError", "UnknownInstruction", "launch"]
+__all__ = [
+    "Deadlock",
+    "Hazard",
+    "LaunchRefused",
+    "MemoryFault",
+    "Report",
+    "SimulatorError",
+    "UnknownInstruction",
+    "launch",
+]

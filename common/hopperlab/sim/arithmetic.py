@@ -73,8 +73,13 @@ def count_leading_zeros(a):
 
 def bit_reverse(a):
     bits, kind = a.dtype.itemsize * 8, a.dtype.type
-    for shift, mask in ((1, 0x5555555555555555), (2, 0x3333333333333333), (4, 0x0F0F0F0F0F0F0F0F),
-                        (8, 0x00FF00FF00FF00FF), (16, 0x0000FFFF0000FFFF)):
+    for shift, mask in (
+        (1, 0x5555555555555555),
+        (2, 0x3333333333333333),
+        (4, 0x0F0F0F0F0F0F0F0F),
+        (8, 0x00FF00FF00FF00FF),
+        (16, 0x0000FFFF0000FFFF),
+    ):
         mask, step = kind(mask & ((1 << bits) - 1)), kind(shift)
         a = (a >> step & mask) | (a & mask) << step
     return a >> kind(32) | a << kind(32) if bits == 64 else a
@@ -335,7 +340,11 @@ def half_operation(operation, kind, *operands):
     if operation in ("fma", "fma.relu"):
         a, b, c = (np.asarray(v, F64) for v in values)
         total = _odd_sum(a * b, c)
-        result = where(np.isnan(total), U16(0x7FFF), total.astype(np.float16).view(U16)) if kind == "f16" else f64_to_bf16(total)
+        result = (
+            where(np.isnan(total), U16(0x7FFF), total.astype(np.float16).view(U16))
+            if kind == "f16"
+            else f64_to_bf16(total)
+        )
         if operation == "fma.relu":
             result = where(widen(result) > 0, result, where(np.isnan(total), U16(0x7FFF), U16(0)))
         return result
@@ -360,7 +369,9 @@ def float_to_integer(x, mode, kind):
     rounded = _ROUND_INTEGER[mode](x.astype(F64))
     inside = (rounded >= float(limits.min)) & (rounded < float(limits.max) + (1 if limits.bits < 64 else 0))
     with np.errstate(all="ignore"):
-        result = where(inside, where(inside, rounded, F64(0)).astype(kind), where(rounded > 0, kind(limits.max), kind(limits.min)))
+        result = where(
+            inside, where(inside, rounded, F64(0)).astype(kind), where(rounded > 0, kind(limits.max), kind(limits.min))
+        )
     nan = kind(0) if limits.bits < 64 else np.uint64(1 << 63).astype(kind)
     return where(np.isnan(x), nan, result)
 

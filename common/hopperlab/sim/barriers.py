@@ -7,7 +7,6 @@ from .machine import Rendezvous, Wait, readable_symbol
 from .memory import CLUSTER_SHIFT, SHARED_WINDOW
 from .registry import special
 
-
 # ---- CTA barriers: bar, barrier (9.7.13.1) ---------------------------------------------------------------------------
 
 
@@ -31,16 +30,20 @@ class NamedBarrier:
     def arrive(self, fragment, expected, instruction):
         machine = fragment.unit.machine
         if self.expected not in (None, expected) and self.arrived and self.number:
-            raise Hazard(f"{fragment.who()}, {instruction.where()}: barrier {self.number} is used with {expected} threads here"
-                         f" and with {self.expected} at {self.arrived[0][2].where()}; both sides must pass the same count.")
+            raise Hazard(
+                f"{fragment.who()}, {instruction.where()}: barrier {self.number} is used with {expected} threads here"
+                f" and with {self.expected} at {self.arrived[0][2].where()}; both sides must pass the same count."
+            )
         self.expected = expected
         self.arrived.append((fragment.unit, fragment.lane_indices(), instruction))
         if self.cluster.observer is not None:
             self.cluster.observer.release(fragment, self)
         if self.count() > expected:
-            raise Hazard(f"{fragment.who()}, {instruction.where()}: barrier {self.number} expects {expected} threads and"
-                         f" {self.count()} arrived. The thread count in the instruction must be the number of threads that"
-                         " take part, a multiple of 32.")
+            raise Hazard(
+                f"{fragment.who()}, {instruction.where()}: barrier {self.number} expects {expected} threads and"
+                f" {self.count()} arrived. The thread count in the instruction must be the number of threads that"
+                " take part, a multiple of 32."
+            )
         if self.count() == expected:
             if machine.check:
                 self._check_warps(instruction)
@@ -62,9 +65,9 @@ class NamedBarrier:
                 other = seen.setdefault((id(unit), warp), where)
                 if other is not where:
                     raise Hazard(
-                        f"threads of one warp of block {self.cluster.cta_ids[unit.cta_of(int(lanes[0]))]} meet at different"
-                        f" barriers: some at {other.where()}, others at {where.where()}. __syncthreads in a branch that not"
-                        " all threads of the warp take is undefined; move it out of the branch."
+                        f"threads of one warp of block {self.cluster.cta_ids[unit.cta_of(int(lanes[0]))]} meet at "
+                        f"different barriers: some at {other.where()}, others at {where.where()}. __syncthreads in a "
+                        "branch that not all threads of the warp take is undefined; move it out of the branch."
                     )
 
 
@@ -114,11 +117,15 @@ def _sync(instruction, program):
             chosen, *counts = machine.keep_equal(fragment, number(fragment), *([count(fragment)] if count else []))
             barrier = _barrier_of(fragment, chosen)
             if barrier.number > 15:
-                raise Hazard(f"{fragment.who()}, {instruction.where()}: barrier {barrier.number}; a CTA has barriers 0 to 15")
+                raise Hazard(
+                    f"{fragment.who()}, {instruction.where()}: barrier {barrier.number}; a CTA has barriers 0 to 15"
+                )
             total = unit.threads if unit.lane_base is not None else machine.cta_threads
             expected = counts[0] if count else total
             if count and expected % 32:
-                raise Hazard(f"{fragment.who()}, {instruction.where()}: barrier count {expected} is not a multiple of 32")
+                raise Hazard(
+                    f"{fragment.who()}, {instruction.where()}: barrier count {expected} is not a multiple of 32"
+                )
             fragment.token = barrier, barrier.generation
             barrier.arrive(fragment, expected, instruction)
         barrier, generation = fragment.token
@@ -135,7 +142,11 @@ def _sync(instruction, program):
             return False
 
         if not ready():
-            return Wait(ready, lambda: f"at barrier {barrier.number}: {barrier.count()} of {barrier.expected} threads are there", barrier)
+            return Wait(
+                ready,
+                lambda: f"at barrier {barrier.number}: {barrier.count()} of {barrier.expected} threads are there",
+                barrier,
+            )
         fragment.token = None
         if unit.cluster.observer is not None:
             unit.cluster.observer.acquire(fragment, barrier)
@@ -181,7 +192,10 @@ def _reduce(instruction, program):
         fragment.token = None
         if fragment.unit.cluster.observer is not None:
             fragment.unit.cluster.observer.acquire(fragment, barrier)
-        write(fragment, {"popc": np.uint32(sum(votes)), "and": np.bool_(all(votes)), "or": np.bool_(any(votes))}[operation])
+        write(
+            fragment,
+            {"popc": np.uint32(sum(votes)), "and": np.bool_(all(votes)), "or": np.bool_(any(votes))}[operation],
+        )
 
     return execute
 
@@ -238,15 +252,15 @@ class MBarrier:
     def arrive(self, count, who, where):
         if self.pending == 0:
             raise Hazard(
-                f"{who}, {where}: arrives on {self.name} again while its phase {self.phase} still waits for {self.tx} of"
-                f" {self.expected} expected bytes: the next round starts before this one has landed. The producer must wait on the"
-                " slot's empty barrier, with the right parity, before it reuses the slot."
+                f"{who}, {where}: arrives on {self.name} again while its phase {self.phase} still waits for {self.tx} "
+                f"of {self.expected} expected bytes: the next round starts before this one has landed. The producer "
+                "must wait on the slot's empty barrier, with the right parity, before it reuses the slot."
             )
         if count > self.pending:
             raise Hazard(
-                f"{who}, {where}: {count} arrivals on {self.name}, but its phase {self.phase} lacks only {self.pending} (it was"
-                f" initialised with a count of {self.count} at {self.location}). Phases end too early. Let one thread arrive,"
-                " or initialise it with the number of threads that do."
+                f"{who}, {where}: {count} arrivals on {self.name}, but its phase {self.phase} lacks only {self.pending} "
+                f"(it was initialised with a count of {self.count} at {self.location}). Phases end too early. Let one "
+                "thread arrive, or initialise it with the number of threads that do."
             )
         self.pending -= count
         self.check()
@@ -261,9 +275,9 @@ class MBarrier:
         self.in_flight -= 1
         if self.tx < 0 and self.pending == 0 and self.cluster.machine.check:
             raise Hazard(
-                f"{where}: the copies of phase {self.phase} deliver {self.landed} bytes to {self.name}, but expect_tx announced"
-                f" {self.expected}. The byte counts never meet, or the phase ends before all data is there. Expect the sum"
-                " of all boxes, in bytes."
+                f"{where}: the copies of phase {self.phase} deliver {self.landed} bytes to {self.name}, but expect_tx "
+                f"announced {self.expected}. The byte counts never meet, or the phase ends before all data is there. "
+                "Expect the sum of all boxes, in bytes."
             )
         self.check()
 
@@ -295,8 +309,8 @@ def barrier_at(fragment, place, where) -> MBarrier:
     barrier = cluster.barriers.get(int(place))
     if barrier is None:
         raise Hazard(
-            f"{fragment.who()}, {where}: no mbarrier was initialised at {cluster.name_shared(int(place))}. One thread must"
-            " call mbarrier.init on every barrier, before a barrier of all threads that will use it."
+            f"{fragment.who()}, {where}: no mbarrier was initialised at {cluster.name_shared(int(place))}. One thread "
+            "must call mbarrier.init on every barrier, before a barrier of all threads that will use it."
         )
     if cluster.observer is not None:
         cluster.observer.barrier_use(fragment, barrier, where)
@@ -320,10 +334,15 @@ def _init(instruction, program):
         cluster = fragment.unit.cluster
         number = fragment.uniform(count(fragment), "the arrival count", machine)
         if not 1 <= number < 1 << 20:
-            raise Hazard(f"{fragment.who()}, {instruction.where()}: mbarrier count {number}; 1 to 2**20 - 1 are allowed")
+            raise Hazard(
+                f"{fragment.who()}, {instruction.where()}: mbarrier count {number}; 1 to 2**20 - 1 are allowed"
+            )
         for place, _ in _groups(fragment, shared_place(fragment, address(fragment))):
             if place % 8:
-                raise Hazard(f"{fragment.who()}, {instruction.where()}: an mbarrier at {cluster.name_shared(place)} is not 8-byte aligned")
+                raise Hazard(
+                    f"{fragment.who()}, {instruction.where()}: an mbarrier at {cluster.name_shared(place)} is not "
+                    "8-byte aligned"
+                )
             barrier = cluster.barriers[place] = MBarrier(cluster, place, number, instruction.where())
             if cluster.observer is not None:
                 cluster.observer.barrier_init(fragment, barrier)
@@ -363,7 +382,9 @@ def _mbarrier_arrive(instruction, program):
             if state:
                 state(fragment, np.uint64(barrier.phase))
             if cluster.observer is not None:
-                cluster.observer.release(fragment, barrier, None if len(groups) == 1 else place == fragment.active(places))
+                cluster.observer.release(
+                    fragment, barrier, None if len(groups) == 1 else place == fragment.active(places)
+                )
                 cluster.observer.remote_use(fragment, place, where)
             if amount:
                 total = int((amounts if active is None else amounts[active == place]).sum())
@@ -487,10 +508,14 @@ def _cluster_arrive(instruction, program):
     def execute(machine, fragment):
         barrier = _cluster_barrier(fragment)
         unit, observer = fragment.unit, fragment.unit.cluster.observer
-        tokens = unit.cluster_token = unit.cluster_token if unit.cluster_token is not None else np.full(unit.threads, -1)
+        tokens = unit.cluster_token = (
+            unit.cluster_token if unit.cluster_token is not None else np.full(unit.threads, -1)
+        )
         lanes = fragment.lane_indices()
         if (tokens[lanes] >= barrier.generation).any():
-            raise Hazard(f"{fragment.who()}, {instruction.where()}: arrives at the cluster barrier twice without waiting")
+            raise Hazard(
+                f"{fragment.who()}, {instruction.where()}: arrives at the cluster barrier twice without waiting"
+            )
         tokens[lanes] = barrier.generation
         barrier.arrived += fragment.n
         if observer is not None and "relaxed" not in instruction.parts:
@@ -511,7 +536,9 @@ def _cluster_wait(instruction, program):
         tokens = fragment.unit.cluster_token
         lanes = fragment.lane_indices()
         if tokens is None or (tokens[lanes] < 0).any():
-            raise Hazard(f"{fragment.who()}, {instruction.where()}: waits at the cluster barrier without having arrived")
+            raise Hazard(
+                f"{fragment.who()}, {instruction.where()}: waits at the cluster barrier without having arrived"
+            )
         token = int(tokens[lanes].max())
 
         def ready():
@@ -521,7 +548,11 @@ def _cluster_wait(instruction, program):
             return barrier.generation != token
 
         if not ready():
-            return Wait(ready, lambda: f"at the cluster barrier: {barrier.arrived} of {barrier.total()} threads are there", barrier)
+            return Wait(
+                ready,
+                lambda: f"at the cluster barrier: {barrier.arrived} of {barrier.total()} threads are there",
+                barrier,
+            )
         if fragment.unit.cluster.observer is not None:
             fragment.unit.cluster.observer.acquire(fragment, barrier)
 
@@ -539,8 +570,8 @@ def _map_address(instruction, program):
         ranks = np.asarray(rank(fragment)).astype(np.int64)
         if np.any(fragment.active(ranks) >= fragment.unit.cluster.size):
             raise Hazard(
-                f"{fragment.who()}, {instruction.where()}: mapa to CTA rank {int(fragment.active(ranks).max())} of a cluster of"
-                f" {fragment.unit.cluster.size}"
+                f"{fragment.who()}, {instruction.where()}: mapa to CTA rank {int(fragment.active(ranks).max())} of a "
+                f"cluster of {fragment.unit.cluster.size}"
             )
         mapped = (address(fragment) & ((1 << CLUSTER_SHIFT) - 1)) | ranks + 1 << CLUSTER_SHIFT
         write(fragment, (mapped + window).astype(np.uint64) if wide else mapped.astype(np.uint32))
@@ -591,14 +622,16 @@ def _set_registers(instruction, program):
         unit = fragment.unit
         if fragment.n != unit.threads:
             return Rendezvous(unit, where)
-        pools = unit.cluster.__dict__.setdefault("register_pools", {})
         launched = -(-machine.registers // 8) * 8
         # The pool is what the launch allocated and warpgroups have given back.
-        pool = pools.setdefault(unit.cta, {"free": 0, "held": {}})
+        pool = unit.cluster.register_pools.setdefault(unit.cta, {"free": 0, "held": {}})
         held = pool["held"].get(unit.first, launched)
         if grows == (wanted < held):
             verb = "grow" if grows else "shrink"
-            raise Hazard(f"{fragment.who()}, {where}: setmaxnreg.{'inc' if grows else 'dec'} to {wanted} does not {verb}: the threads hold {held} registers")
+            raise Hazard(
+                f"{fragment.who()}, {where}: setmaxnreg.{'inc' if grows else 'dec'} to {wanted} does not {verb}: the "
+                f"threads hold {held} registers"
+            )
         change = (wanted - held) * unit.threads
         if grows and pool["free"] < change:
             others = [u for u in unit.cluster.units if u.cta == unit.cta]
@@ -606,8 +639,9 @@ def _set_registers(instruction, program):
             return Wait(
                 lambda: pool["free"] >= change,
                 lambda: (f"for {change} registers (setmaxnreg.inc to {wanted}); the block was launched with {launched} x"
-                         f" {machine.cta_threads} = {everything} and {pool['free']} are free. The sum over its {len(others)}"
-                         " warpgroups must fit that budget: decrease the producer further, or raise less"),
+                         f" {machine.cta_threads} = {everything} and {pool['free']} are free. The sum over its "
+                         f"{len(others)} warpgroups must fit that budget: decrease the producer further, or raise "
+                         "less"),
             )  # fmt: skip
         pool["free"] -= change
         pool["held"][unit.first] = wanted

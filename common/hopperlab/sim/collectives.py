@@ -8,7 +8,7 @@ import re
 import numpy as np
 
 from .errors import Hazard, SimulatorError
-from .machine import Rendezvous, Wait
+from .machine import Rendezvous
 from .registry import special
 
 _WARP = np.arange(32)
@@ -40,8 +40,10 @@ def _members(machine, fragment, mask):
         return Rendezvous(unit, where)
     own = fragment.lane_indices()
     if machine.check and not (masks[own].astype(np.int64) >> (own & 31) & 1).all():
-        raise Hazard(f"{fragment.who()}, {machine.where_pc(fragment.pc)}: a thread executes a warp collective whose member"
-                     " mask does not name it; the result is undefined.")
+        raise Hazard(
+            f"{fragment.who()}, {machine.where_pc(fragment.pc)}: a thread executes a warp collective whose member"
+            " mask does not name it; the result is undefined."
+        )
     return None
 
 
@@ -64,7 +66,12 @@ def _shuffle(instruction, program):
         segment, clamp = control >> 8 & 31, control & 31
         limit = lane & segment | clamp & ~segment & 31
         offset = offset & 31
-        source = {"bfly": lane ^ offset, "down": lane + offset, "up": lane - offset, "idx": lane & segment | offset & ~segment}[mode]
+        source = {
+            "bfly": lane ^ offset,
+            "down": lane + offset,
+            "up": lane - offset,
+            "idx": lane & segment | offset & ~segment,
+        }[mode]
         ok = source >= limit if mode == "up" else source <= limit
         origin = np.minimum((unit.all_lanes & ~31) + np.where(ok, source, lane), unit.threads - 1)
         write(fragment, x[origin])
@@ -115,7 +122,10 @@ def _match(instruction, program):
     every = instruction.parts[1] == "all"
     result, _, predicate = instruction.operands[0].partition("|")
     write, write_predicate = program.writer(result), program.writer(predicate) if predicate else None
-    value, mask = program.reader(instruction.operands[1], instruction.parts[-1]), program.reader(instruction.operands[2], "b32")
+    value, mask = (
+        program.reader(instruction.operands[1], instruction.parts[-1]),
+        program.reader(instruction.operands[2], "b32"),
+    )
 
     def execute(machine, fragment):
         wait = _members(machine, fragment, mask(fragment))
@@ -141,14 +151,28 @@ def _reduce(instruction, program):
     operation, type_name = instruction.parts[2], instruction.parts[-1]
     write = program.writer(instruction.operands[0])
     value, mask = program.reader(instruction.operands[1], type_name), program.reader(instruction.operands[2], "b32")
-    function = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[operation]
+    function = {
+        "add": np.add,
+        "min": np.minimum,
+        "max": np.maximum,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+    }[operation]
 
     def execute(machine, fragment):
         wait = _members(machine, fragment, mask(fragment))
         if wait:
             return wait
         values = fragment.active(value(fragment))
-        identity = {"add": 0, "min": np.iinfo(values.dtype).max, "max": np.iinfo(values.dtype).min, "and": -1, "or": 0, "xor": 0}[operation]
+        identity = {
+            "add": 0,
+            "min": np.iinfo(values.dtype).max,
+            "max": np.iinfo(values.dtype).min,
+            "and": -1,
+            "or": 0,
+            "xor": 0,
+        }[operation]
         fill = np.int64(identity).astype(values.dtype) if operation != "min" else values.dtype.type(identity)
         result = function.reduce(_warp_matrix(fragment, values, fill), axis=1, dtype=values.dtype)
         write(fragment, _to_lanes(fragment, result))
@@ -233,7 +257,13 @@ def _printf(instruction, program):
             wide = kind in "eEfFgGaAsp" or "l" in match[0] or "z" in match[0] or "j" in match[0]
             size = 8 if wide else 4
             offset = -(-offset // size) * size
-            dtype = np.float64 if kind in "eEfFgGaA" else (np.int64 if wide else np.int32) if kind in "dic" else (np.uint64 if wide else np.uint32)
+            dtype = (
+                np.float64
+                if kind in "eEfFgGaA"
+                else (np.int64 if wide else np.int32)
+                if kind in "dic"
+                else (np.uint64 if wide else np.uint32)
+            )
             columns.append((kind, fragment.active(np.asarray(span.load(offset, dtype, where)))))
             offset += size
         for row in range(fragment.n):
@@ -261,7 +291,7 @@ def _printf(instruction, program):
 
 @special("call.__assertfail", batches=True)
 def _assert(instruction, program):
-    message, line = program.reader(instruction.operands[0], "u64"), program.reader(instruction.operands[2], "u32")
+    message = program.reader(instruction.operands[0], "u64")
 
     def execute(machine, fragment):
         text = _c_string(machine, int(fragment.active(message(fragment))[0]))

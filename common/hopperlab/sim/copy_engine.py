@@ -6,12 +6,11 @@ random moment (under a seed).  Loads add to the byte count of an mbarrier, store
 
 import math
 
-import ml_dtypes
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from ..tensormap import simulated_index
-from .arithmetic import f32_to_bf16, f32_to_f16, half_operation
+from .arithmetic import half_operation
 from .barriers import barrier_at, shared_place
 from .errors import Hazard, MemoryFault, UnknownInstruction
 from .memory import PARAM_WINDOW
@@ -41,7 +40,7 @@ class Box:
         self.extent = self.pitch * (self.rows - 1) + self.inner
         self._chunks = {}
 
-    def chunks(self, place: int, limit: int) -> np.ndarray:
+    def chunks(self, place: int) -> np.ndarray:
         """Indices of the box's 16-byte pieces in the cluster's buffer, row by row, for a tile that starts at place."""
         key = place & 1023
         found = self._chunks.get(key)
@@ -84,7 +83,9 @@ class Box:
         """A box of fill values, as bytes."""
         shape = [*reversed(self.counts[1:]), self.inner]
         if self.map.fill_nan:
-            nan = {"FLOAT16": 0x7FFF, "BFLOAT16": 0x7FFF, "FLOAT32": 0x7FFFFFFF, "FLOAT64": (1 << 63) - 1}[self.map.element_type]
+            nan = {"FLOAT16": 0x7FFF, "BFLOAT16": 0x7FFF, "FLOAT32": 0x7FFFFFFF, "FLOAT64": (1 << 63) - 1}[
+                self.map.element_type
+            ]
             pattern = np.frombuffer(nan.to_bytes(self.map.element_bytes, "little"), np.uint8)
             return np.tile(pattern, math.prod(shape) // len(pattern)).reshape(shape)
         return np.zeros(shape, np.uint8)
@@ -100,13 +101,13 @@ def _box(machine, fragment, address, where) -> Box:
     index = simulated_index(data) if len(data) == 16 else None
     if index is None:
         raise Hazard(
-            f"{fragment.who()}, {where}: the address {address:#x} holds no tensor map. Pass a hopperlab.tensormap.TensorMap"
-            " for a `const __grid_constant__ TensorMap` parameter, and use the parameter's own address."
+            f"{fragment.who()}, {where}: the address {address:#x} holds no tensor map. Pass a "
+            "hopperlab.tensormap.TensorMap for a `const __grid_constant__ TensorMap` parameter, and use the "
+            "parameter's own address."
         )
-    boxes = machine.__dict__.setdefault("boxes", {})
-    if index not in boxes:
-        boxes[index] = Box(machine.tensor_maps[index])
-    return boxes[index]
+    if index not in machine.boxes:
+        machine.boxes[index] = Box(machine.tensor_maps[index])
+    return machine.boxes[index]
 
 
 class _Copy:
@@ -119,7 +120,9 @@ class _Copy:
         self.map = program.reader(name, "u64")
         self.coordinates = [program.reader(c, "u32") for c in coordinates]
         self.shared = program.address_reader(shared_operand)
-        unknown = {"im2col", "im2col_no_offs", "gather4", "scatter4", "tile::gather4", "tile::scatter4"} & set(instruction.parts)
+        unknown = {"im2col", "im2col_no_offs", "gather4", "scatter4", "tile::gather4", "tile::scatter4"} & set(
+            instruction.parts
+        )
         if unknown:
             raise UnknownInstruction(f"{self.where}: {instruction.opcode!r}: {unknown.pop()} is not modelled")
 
@@ -129,20 +132,22 @@ class _Copy:
         box = _box(machine, fragment, address, self.where)
         columns = [fragment.active(c(fragment)).view(np.int32).tolist() for c in self.coordinates]
         if len(columns) != box.map.rank:
-            raise Hazard(f"{fragment.who()}, {self.where}: {len(columns)} coordinates for a tensor map of {box.map.rank} dimensions")
+            raise Hazard(
+                f"{fragment.who()}, {self.where}: {len(columns)} coordinates for a tensor map of {box.map.rank} "
+                "dimensions"
+            )
         places = fragment.active(shared_place(fragment, self.shared(fragment))).tolist()
         rows = list(zip(places, zip(*columns)))
         if fragment.n > 1 and len(set(rows)) < len(rows) and machine.check:
             raise Hazard(
-                f"{fragment.who()}, {self.where}: {fragment.n} threads issue the same TMA {kind}; it is one instruction of one"
-                " thread and runs once per thread. Elect one: if (elect_one()) or if (threadIdx.x == 0)."
+                f"{fragment.who()}, {self.where}: {fragment.n} threads issue the same TMA {kind}; it is one instruction "
+                "of one thread and runs once per thread. Elect one: if (elect_one()) or if (threadIdx.x == 0)."
             )
         for place, _ in rows:
-            need = 128
-            if place % need:
+            if place % 128:
                 raise Hazard(
                     f"{fragment.who()}, {self.where}: the shared address of the TMA {kind},"
-                    f" {fragment.unit.cluster.name_shared(place)}, is not {need}-byte aligned. Declare the tile"
+                    f" {fragment.unit.cluster.name_shared(place)}, is not 128-byte aligned. Declare the tile"
                     " __align__(1024) and keep every stage a multiple of 1024 bytes."
                 )
             self._inside(fragment, place, box)
@@ -153,8 +158,9 @@ class _Copy:
         offset = place % cluster.shared_stride
         if offset < cluster.shared_base or offset + box.extent > cluster.shared_end:
             raise MemoryFault(
-                f"{fragment.who()}, {self.where}: a box of {box.extent} bytes at {cluster.name_shared(place)} runs past the end of"
-                f" shared memory ({cluster.shared_end:#x}). Look at the dynamic shared memory size and the number of stages."
+                f"{fragment.who()}, {self.where}: a box of {box.extent} bytes at {cluster.name_shared(place)} runs past "
+                f"the end of shared memory ({cluster.shared_end:#x}). Look at the dynamic shared memory size and the "
+                "number of stages."
             )
 
 
@@ -188,7 +194,9 @@ def _tensor_copy(instruction, program):
             if masks:
                 targets = [c for c in range(16) if masks[i] >> c & 1]
                 if not targets or targets[-1] >= cluster.size:
-                    raise Hazard(f"{fragment.who()}, {where}: multicast mask {masks[i]:#x} in a cluster of {cluster.size} CTAs")
+                    raise Hazard(
+                        f"{fragment.who()}, {where}: multicast mask {masks[i]:#x} in a cluster of {cluster.size} CTAs"
+                    )
             elif bars[i] // stride != place // stride:
                 raise Hazard(f"{fragment.who()}, {where}: destination and mbarrier of a TMA load lie in different CTAs")
             for target in targets:
@@ -215,7 +223,7 @@ def _load(machine, cluster, fragment, box, coordinates, place, barrier, where):
             data = box.empty()
             if ranges is not None:
                 data[box.slices(ranges)] = box.global_view(machine, coordinates, ranges)
-        chunks = box.chunks(place, 0)
+        chunks = box.chunks(place)
         cluster.shared_view(CHUNK)[chunks] = np.ascontiguousarray(data).reshape(-1).view(CHUNK)
         if cluster.observer is not None:
             cluster.observer.landed(chunks)
@@ -244,7 +252,9 @@ def _bulk_copy(instruction, program):
     def execute(machine, fragment):
         cluster = fragment.unit.cluster
         sizes = fragment.active(size(fragment)).tolist()
-        to = fragment.active(destination(fragment) if to_global else shared_place(fragment, destination(fragment))).tolist()
+        to = fragment.active(
+            destination(fragment) if to_global else shared_place(fragment, destination(fragment))
+        ).tolist()
         frm = fragment.active(source(fragment) if from_global else shared_place(fragment, source(fragment))).tolist()
         masks = fragment.active(multicast(fragment)).tolist() if multicast else None
         if fragment.n > 1 and len(set(to)) < fragment.n and machine.check:
@@ -258,7 +268,10 @@ def _bulk_copy(instruction, program):
             if to_global:
                 view = _global_bytes(machine, fragment, to[i], count, where, True)
                 operation = _StoreOperation(machine, fragment, frm[i], frm[i] + count, None, where)
-                operation.bind(lambda f=frm[i], n=count: cluster.shared[f : f + n].copy(), lambda data, v=view: v.__setitem__(slice(None), data))
+                operation.bind(
+                    lambda f=frm[i], n=count: cluster.shared[f : f + n].copy(),
+                    lambda data, v=view: v.__setitem__(slice(None), data),
+                )
                 operation.issue(lane)
                 continue
             targets = [c for c in range(16) if masks[i] >> c & 1] if masks else [to[i] // cluster.shared_stride]
@@ -266,7 +279,11 @@ def _bulk_copy(instruction, program):
                 place = target * cluster.shared_stride + to[i] % cluster.shared_stride
                 barrier = barrier_at(fragment, target * cluster.shared_stride + bars[i] % cluster.shared_stride, where)
                 barrier.in_flight += 1
-                view = _global_bytes(machine, fragment, frm[i], count, where, False) if from_global else cluster.shared[frm[i] : frm[i] + count]
+                view = (
+                    _global_bytes(machine, fragment, frm[i], count, where, False)
+                    if from_global
+                    else cluster.shared[frm[i] : frm[i] + count]
+                )
                 if cluster.observer is not None:
                     cluster.observer.async_write(fragment, place, place + count, barrier, where, None)
 
@@ -287,7 +304,9 @@ def _global_bytes(machine, fragment, address, count, where, write):
     region = machine.memory.find(address, count)
     if region is None:
         verb = "writes" if write else "reads"
-        raise MemoryFault(f"{fragment.who()}, {where}: a bulk copy {verb} {count} bytes at {machine.memory.describe(address, count)}")
+        raise MemoryFault(
+            f"{fragment.who()}, {where}: a bulk copy {verb} {count} bytes at {machine.memory.describe(address, count)}"
+        )
     return region.bytes[address - region.start :][:count]
 
 
@@ -301,7 +320,9 @@ class _StoreOperation:
         self.machine, self.cluster, self.fragment, self.where = machine, fragment.unit.cluster, fragment, where
         self.record = None
         if self.cluster.observer is not None:
-            self.record = self.cluster.observer.async_read(fragment, low, high, "the TMA store", where, box=box, low_chunk=low)
+            self.record = self.cluster.observer.async_read(
+                fragment, low, high, "the TMA store", where, box=box, low_chunk=low
+            )
         self.data = None
         self.did_read = self.did_write = False
 
@@ -349,7 +370,7 @@ def _tensor_store(instruction, program, reduction):
             machine.counters["TMA bytes stored"] += box.bytes
 
             def read(box=box, place=place):
-                chunks = cluster.shared_view(CHUNK)[box.chunks(place, 0)]
+                chunks = cluster.shared_view(CHUNK)[box.chunks(place)]
                 return chunks.view(np.uint8).reshape([*reversed(box.counts[1:]), box.inner])
 
             def write(data, box=box, coordinates=coordinates):
@@ -380,7 +401,14 @@ def _reduce(element_type, operation, old, new, where):
     if element_type in ("FLOAT16", "BFLOAT16") and operation in ("add", "min", "max"):
         result = half_operation(operation, "f16" if element_type == "FLOAT16" else "bf16", a, b)
     elif operation in ("add", "and", "or", "xor") or operation in ("min", "max") and a.dtype.kind in "iu":
-        function = {"add": np.add, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "min": np.minimum, "max": np.maximum}
+        function = {
+            "add": np.add,
+            "and": np.bitwise_and,
+            "or": np.bitwise_or,
+            "xor": np.bitwise_xor,
+            "min": np.minimum,
+            "max": np.maximum,
+        }
         if operation in ("and", "or", "xor") and a.dtype.kind == "f" or element_type in ("UINT8", "UINT16"):
             raise Hazard(f"{where}: {operation} of {element_type} elements is not a TMA reduction")
         result = function[operation](a, b)
@@ -445,7 +473,9 @@ def _async_copy(instruction, program):
             take = np.broadcast_to(source_size(fragment), (unit.threads,))
         address = source(fragment)
         if (fragment.active(address) % np.uint64(size)).any():
-            raise MemoryFault(f"{fragment.who()}, {where}: the source of a {size}-byte cp.async must be {size}-byte aligned")
+            raise MemoryFault(
+                f"{fragment.who()}, {where}: the source of a {size}-byte cp.async must be {size}-byte aligned"
+            )
         for w in range(words):
             live = lanes[take[lanes] > 4 * w]
             span = GlobalSpan(unit, fragment, np.broadcast_to(address, (unit.threads,)), live)
@@ -465,7 +495,9 @@ def _async_copy(instruction, program):
 
 
 def _async_state(unit):
-    return unit.cluster.copy_groups.setdefault(unit.first_warp, {"group": np.zeros(unit.threads, np.int64), "pending": []})
+    return unit.cluster.copy_groups.setdefault(
+        unit.first_warp, {"group": np.zeros(unit.threads, np.int64), "pending": []}
+    )
 
 
 def _finish(state, choose):

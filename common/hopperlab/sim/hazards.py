@@ -9,6 +9,8 @@ landed), and which of the steps lie before a proxy fence.  TMA and wgmma read th
 ordinary writes that a proxy fence covers.
 """
 
+from functools import lru_cache
+
 import numpy as np
 
 from . import memory
@@ -17,6 +19,7 @@ from .errors import Hazard
 _BARRIER_COLUMNS = 64
 
 
+@lru_cache(maxsize=64)
 def granule_of(program) -> int:
     """Bytes that accesses are tracked at: the smallest ordinary access to shared memory in the kernel."""
     sizes = [16]
@@ -46,8 +49,7 @@ class Observer:
     def __init__(self, machine, cluster):
         self.machine, self.cluster = machine, cluster
         self.written = memory.WrittenMap(cluster.shared.size)
-        self.granule = machine.program.__dict__.setdefault("granule", None) or granule_of(machine.program)
-        machine.program.granule = self.granule
+        self.granule = granule_of(machine.program)
         self.shift = self.granule.bit_length() - 1
         warps = cluster.warps
         self.warps = warps
@@ -67,6 +69,7 @@ class Observer:
         self.accesses: list[_AsyncAccess] = []
         self.remote: dict[int, dict[int, tuple]] = {}
         self.exit_clock: dict[int, np.ndarray] = {}
+        self.exiting: dict[int, np.ndarray] = {}
         self.layouts_checked: dict[str, int] = {}
 
     # ---- clocks -----------------------------------------------------------------------------------------------------
@@ -127,10 +130,14 @@ class Observer:
         warps = self._warps(fragment)
         if (self.clock[warps, warp] < step).any():
             across = fragment.unit.cta != barrier.place // self.cluster.shared_stride
-            fix = "cluster_sync() (a barrier of the whole cluster)" if across or self.cluster.size > 1 else "__syncthreads()"
+            fix = (
+                "cluster_sync() (a barrier of the whole cluster)"
+                if across or self.cluster.size > 1
+                else "__syncthreads()"
+            )
             raise Hazard(
-                f"race on {barrier.name}: {fragment.who()} uses it at {where}, and no barrier orders that after its mbarrier.init"
-                f" at {barrier.location}. Put {fix} between the initialisation and the first use."
+                f"race on {barrier.name}: {fragment.who()} uses it at {where}, and no barrier orders that after its "
+                f"mbarrier.init at {barrier.location}. Put {fix} between the initialisation and the first use."
             )
 
     def remote_use(self, fragment, place, where):
@@ -146,8 +153,9 @@ class Observer:
     def _check_alive(self, fragment, target, where):
         if target in self.exit_clock:
             raise Hazard(
-                f"{fragment.who()}, {where}: reaches into block {self.cluster.cta_ids[target]}, which has exited; its shared memory"
-                " belongs to nobody. Keep every CTA of the cluster alive until its peers are done: cluster_sync() at the end."
+                f"{fragment.who()}, {where}: reaches into block {self.cluster.cta_ids[target]}, which has exited; its "
+                "shared memory belongs to nobody. Keep every CTA of the cluster alive until its peers are done: "
+                "cluster_sync() at the end."
             )
 
     # ---- ordinary accesses ------------------------------------------------------------------------------------------
@@ -163,11 +171,25 @@ class Observer:
         lanes = unit.all_lanes if span.lanes is None else span.lanes
         place = np.broadcast_to(index, lanes.shape) if type(index) is int else index
         parts = self.machine.program.instructions[instruction].parts
-        if parts[0] in ("atom", "red") or "volatile" in parts or "relaxed" in parts or "acquire" in parts or "release" in parts:
+        if (
+            parts[0] in ("atom", "red")
+            or "volatile" in parts
+            or "relaxed" in parts
+            or "acquire" in parts
+            or "release" in parts
+        ):
             return
         if shift < self.shift:
             raise AssertionError("granule larger than an access")
-        self._generic(unit, lanes >> 5, place << (shift - self.shift), 1 << (shift - self.shift), write, instruction, place << shift)
+        self._generic(
+            unit,
+            lanes >> 5,
+            place << (shift - self.shift),
+            1 << (shift - self.shift),
+            write,
+            instruction,
+            place << shift,
+        )
 
     def matrix_access(self, fragment, warps, rows, write, instruction):
         """ldmatrix and stmatrix: 16-byte rows, (warps, 8) addresses."""
@@ -185,7 +207,15 @@ class Observer:
                 banks = (np.unique(row)[:, None] // 4 + np.arange(4)).reshape(-1) % 32
                 entry[0] += 1
                 entry[1] += int(np.bincount(banks).max())
-        self._generic(fragment.unit, np.repeat(warps, rows.shape[1]), place >> self.shift, 16 >> self.shift, write, instruction, place)
+        self._generic(
+            fragment.unit,
+            np.repeat(warps, rows.shape[1]),
+            place >> self.shift,
+            16 >> self.shift,
+            write,
+            instruction,
+            place,
+        )
 
     def _generic(self, unit, lane_warps, first, width, write, instruction, place):
         """Accesses of lanes to width granules from first; lane_warps counts within the unit."""
@@ -196,11 +226,23 @@ class Observer:
         before = self.write_warp[cells]
         unknown = self.clock[who, before] < self.write_clock[cells]
         if unknown.any():
-            self._race(unit, int(np.flatnonzero(unknown)[0]) // width, lane_warps, place, instruction, write, "write", self.write_line[cells[unknown][0]], before[unknown][0])
+            self._race(
+                unit,
+                int(np.flatnonzero(unknown)[0]) // width,
+                lane_warps,
+                place,
+                instruction,
+                write,
+                "write",
+                self.write_line[cells[unknown][0]],
+                before[unknown][0],
+            )
         low, high = int(place.min()), int(place.max()) + (width << self.shift)
         if self.accesses:
             self._against_async(unit, warps, place, low, high, width << self.shift, write, instruction)
-        if self.cluster.size > 1 and (low // self.cluster.shared_stride != unit.cta or (high - 1) // self.cluster.shared_stride != unit.cta):
+        if self.cluster.size > 1 and (
+            low // self.cluster.shared_stride != unit.cta or (high - 1) // self.cluster.shared_stride != unit.cta
+        ):
             self._remote_access(unit, warps, place, instruction)
         if write:
             if self.read_clock is not None:
@@ -208,7 +250,17 @@ class Observer:
                 late = reads > self.clock[who, : self.warps].T
                 if late.any():
                     reader, cell = (int(x[0]) for x in np.nonzero(late))
-                    self._race(unit, cell // width, lane_warps, place, instruction, True, "read", self.read_line[cells[cell]], reader)
+                    self._race(
+                        unit,
+                        cell // width,
+                        lane_warps,
+                        place,
+                        instruction,
+                        True,
+                        "read",
+                        self.read_line[cells[cell]],
+                        reader,
+                    )
             self.write_warp[cells], self.write_clock[cells], self.write_line[cells] = who, stamps, instruction
             self.stored_pages[place >> 10] = True
             self.events.append((lane_warps, place))
@@ -227,9 +279,10 @@ class Observer:
         name = self.cluster.name_shared(int(np.broadcast_to(place, lane_warps.shape)[lane]))
         verb = "writes" if write else "reads"
         raise Hazard(
-            f"race on {name}: warp {int(lane_warps[lane]) + unit.first // 32} of block {self.cluster.cta_ids[unit.cta]} {verb} it at"
-            f" {where}, and nothing orders that after the {other} at {earlier} by {self._name_warp(int(warp))}. Put a"
-            " barrier (__syncthreads, a named barrier or an mbarrier) between the two."
+            f"race on {name}: warp {int(lane_warps[lane]) + unit.first // 32} of block {self.cluster.cta_ids[unit.cta]} "
+            f"{verb} it at {where}, and nothing orders that after the {other} at {earlier} by "
+            f"{self._name_warp(int(warp))}. Put a barrier (__syncthreads, a named barrier or an mbarrier) between the "
+            "two."
         )
 
     def _name_warp(self, warp):
@@ -255,7 +308,11 @@ class Observer:
                         f"race on {name}: {self._name_warp(warp)} {'writes' if write else 'reads'} it at {where} without having waited for"
                         f" {self._signal(access)}, which signals the copy at {access.where} into it."
                     )
-                how = "the thread that stored must call tma_store_wait_read and then a barrier" if "store" in access.what else "wait for the wgmma group first"
+                how = (
+                    "the thread that stored must call tma_store_wait_read and then a barrier"
+                    if "store" in access.what
+                    else "wait for the wgmma group first"
+                )
                 raise Hazard(f"race on {name}: {self._name_warp(warp)} writes it at {where} while {access.what} at {access.where} may still"
                              f" read it. Before reusing the buffer, {how}.")  # fmt: skip
 
@@ -291,8 +348,9 @@ class Observer:
         init_warp, init_step = barrier.initialised
         if clock[self.fence_from + init_warp] < init_step:
             raise Hazard(
-                f"{fragment.who()}, {where}: no fence makes {barrier.name} (initialised at {barrier.location}) visible to the copy"
-                " engine. Call fence_mbarrier_init() (fence.mbarrier_init.release.cluster) after mbarrier.init."
+                f"{fragment.who()}, {where}: no fence makes {barrier.name} (initialised at {barrier.location}) visible "
+                "to the copy engine. Call fence_mbarrier_init() (fence.mbarrier_init.release.cluster) after "
+                "mbarrier.init."
             )
         kept = []
         for access in self.accesses:
@@ -303,21 +361,22 @@ class Observer:
                 continue
             if access.writes:
                 raise Hazard(
-                    f"race on {name(low)}: {fragment.who()} issues a second TMA load into it at {where} without knowing that the one at"
-                    f" {access.where} has landed. The producer must wait for the slot to be empty, with the right parity."
+                    f"race on {name(low)}: {fragment.who()} issues a second TMA load into it at {where} without knowing "
+                    f"that the one at {access.where} has landed. The producer must wait for the slot to be empty, with "
+                    "the right parity."
                 )
             if access.done is None:
                 raise Hazard(
-                    f"race on {name(low)}: {fragment.who()} issues a TMA load into it at {where} while {access.what} at {access.where} still"
-                    " reads it. Wait for the wgmma group before the slot is released (wgmma_wait, then arrive on empty), and"
-                    " let the producer wait on empty."
+                    f"race on {name(low)}: {fragment.who()} issues a TMA load into it at {where} while {access.what} at "
+                    f"{access.where} still reads it. Wait for the wgmma group before the slot is released (wgmma_wait, "
+                    "then arrive on empty), and let the producer wait on empty."
                 )
             raise Hazard(
-                f"race on {name(low)}: the TMA load of {fragment.who()} at {where} is not ordered after {access.what} at"
-                f" {access.where}, which reads it. Either the slot is released too early, or the producer does not wait for"
-                " empty (or with the wrong parity), or not every reader arrives on this CTA's empty barrier."
+                f"race on {name(low)}: the TMA load of {fragment.who()} at {where} is not ordered after {access.what} "
+                f"at {access.where}, which reads it. Either the slot is released too early, or the producer does not "
+                "wait for empty (or with the wrong parity), or not every reader arrives on this CTA's empty barrier."
             )
-        first, last = low >> self.shift, -(-high >> self.shift)
+        first = low >> self.shift
         cells = slice(first, -(-high // self.granule))
         stored = self.stored_pages[low >> 10 : (high + 1023) >> 10].any()
         writers, steps = self.write_warp[cells], self.write_clock[cells]
@@ -326,8 +385,8 @@ class Observer:
             if late.any():
                 at = int(np.flatnonzero(late)[0])
                 raise Hazard(
-                    f"race on {name(low)}: the TMA load of {fragment.who()} at {where} is not ordered after the store at"
-                    f" {self.machine.where(int(self.write_line[first + at]))} by {self._name_warp(int(writers[at]))}."
+                    f"race on {name(low)}: the TMA load of {fragment.who()} at {where} is not ordered after the store "
+                    f"at {self.machine.where(int(self.write_line[first + at]))} by {self._name_warp(int(writers[at]))}."
                 )
             self.write_clock[cells] = 0
             self.store_event[low >> 4 : -(-high // 16)] = 0
@@ -337,9 +396,9 @@ class Observer:
             if late.any():
                 reader, at = (int(x[0]) for x in np.nonzero(late))
                 raise Hazard(
-                    f"race on {name(low)}: the TMA load of {fragment.who()} at {where} is not ordered after the read at"
-                    f" {self.machine.where(int(self.read_line[first + at]))} by {self._name_warp(reader)}. Release the slot only"
-                    " after its last read, and let the producer wait for that."
+                    f"race on {name(low)}: the TMA load of {fragment.who()} at {where} is not ordered after the read at "
+                    f"{self.machine.where(int(self.read_line[first + at]))} by {self._name_warp(reader)}. Release the "
+                    "slot only after its last read, and let the producer wait for that."
                 )
             self.read_clock[:, cells] = 0
         access = _AsyncAccess(low, high, True, "the TMA load", where)
@@ -357,16 +416,17 @@ class Observer:
         for access in self.accesses:
             if access.writes and access.low < high and low < access.high and not self._known(access, clock):
                 raise Hazard(
-                    f"race on {name(low)}: {what} of {fragment.who()} at {where} reads it without having waited for {access.barrier.name}"
-                    f" (phase {access.phase}), which signals the TMA load at {access.where} into it. Wait on the full barrier of"
-                    " this slot first, with the parity of this round: it flips each time the ring comes round."
+                    f"race on {name(low)}: {what} of {fragment.who()} at {where} reads it without having waited for "
+                    f"{access.barrier.name} (phase {access.phase}), which signals the TMA load at {access.where} into "
+                    "it. Wait on the full barrier of this slot first, with the parity of this round: it flips each "
+                    "time the ring comes round."
                 )
         where_read = np.arange(low >> 4, high >> 4) if chunks is None else chunks
         pieces = self.written.bytes.view(np.uint64).reshape(-1, 2)[where_read]
         if (pieces != 0xFFFFFFFFFFFFFFFF).any() and box is None:
             raise Hazard(
-                f"{what} of {fragment.who()} at {where} reads {name(low)}, parts of which nothing has written yet. Check the tile's"
-                " address, its size, and the offsets of the descriptor."
+                f"{what} of {fragment.who()} at {where} reads {name(low)}, parts of which nothing has written yet. "
+                "Check the tile's address, its size, and the offsets of the descriptor."
             )
         per = 16 >> self.shift if self.shift < 4 else 1
         if not self.stored_pages[low >> 10 : (high + 1023) >> 10].any():
@@ -381,17 +441,19 @@ class Observer:
             if late.any():
                 at = int(np.flatnonzero(late)[0])
                 raise Hazard(
-                    f"race on {name(int(cells[at]) << self.shift)}: {what} of {fragment.who()} at {where} reads it, and no barrier orders"
-                    f" that after the store at {self.machine.where(int(self.write_line[cells[at]]))} by"
-                    f" {self._name_warp(int(writers[at]))}. All writers must pass a barrier with the issuing thread first."
+                    f"race on {name(int(cells[at]) << self.shift)}: {what} of {fragment.who()} at {where} reads it, and "
+                    f"no barrier orders that after the store at {self.machine.where(int(self.write_line[cells[at]]))} "
+                    f"by {self._name_warp(int(writers[at]))}. All writers must pass a barrier with the issuing thread "
+                    "first."
                 )
             unseen = clock[self.fence_from + writers] < steps
             if unseen.any():
                 at = int(np.flatnonzero(unseen)[0])
                 raise Hazard(
-                    f"{what} of {fragment.who()} at {where} reads {name(int(cells[at]) << self.shift)}, written by the ordinary store at"
-                    f" {self.machine.where(int(self.write_line[cells[at]]))} with no proxy fence in between: the asynchronous proxy"
-                    " may see stale bytes. Every writing thread must call fence_proxy_async_shared() before the barrier."
+                    f"{what} of {fragment.who()} at {where} reads {name(int(cells[at]) << self.shift)}, written by the "
+                    f"ordinary store at {self.machine.where(int(self.write_line[cells[at]]))} with no proxy fence in "
+                    "between: the asynchronous proxy may see stale bytes. Every writing thread must call "
+                    "fence_proxy_async_shared() before the barrier."
                 )
         access = _AsyncAccess(low, high, False, what, where)
         self.accesses.append(access)
@@ -407,7 +469,7 @@ class Observer:
         from .tensor_core import decode_descriptor
 
         warps = self._warps(fragment)
-        _, _, stride, base, span = decode_descriptor(descriptor)
+        _, _, stride, _, span = decode_descriptor(descriptor)
         self._check_descriptor(fragment, operand, span, stride, low, high, where)
         places = ((chunks + fragment.unit.shared_base) >> 4).reshape(-1)
         what = f"wgmma (operand {operand.label})"
@@ -428,15 +490,22 @@ class Observer:
             written = access.box.map.swizzle
             if written != span:
                 raise Hazard(
-                    f"{fragment.who()}, {where}: the descriptor of operand {operand.label} says {_swizzle_name(span)}, but the tile"
-                    f" was written with {_swizzle_name(written)} by the TMA load at {access.where}. The 16-byte pieces of the"
-                    " tile would be read in the wrong order. Use the same swizzle in tensor map and descriptor."
+                    f"{fragment.who()}, {where}: the descriptor of operand {operand.label} says {_swizzle_name(span)}, "
+                    f"but the tile was written with {_swizzle_name(written)} by the TMA load at {access.where}. The "
+                    "16-byte pieces of the tile would be read in the wrong order. Use the same swizzle in tensor map "
+                    "and descriptor."
                 )
-            if span and not operand.transposed and operand.rows > 8 and access.box.rows > 8 and stride != 8 * access.box.pitch:
+            if (
+                span
+                and not operand.transposed
+                and operand.rows > 8
+                and access.box.rows > 8
+                and stride != 8 * access.box.pitch
+            ):
                 raise Hazard(
-                    f"{fragment.who()}, {where}: the descriptor of operand {operand.label} steps {stride} bytes from one group of 8 rows"
-                    f" to the next (stride offset), but the TMA load at {access.where} wrote rows of {access.box.pitch} bytes:"
-                    f" it must be 8 x {access.box.pitch} = {8 * access.box.pitch}."
+                    f"{fragment.who()}, {where}: the descriptor of operand {operand.label} steps {stride} bytes from "
+                    f"one group of 8 rows to the next (stride offset), but the TMA load at {access.where} wrote rows of "
+                    f"{access.box.pitch} bytes: it must be 8 x {access.box.pitch} = {8 * access.box.pitch}."
                 )
 
     def _check_store_layout(self, fragment, box, place, where):
@@ -448,7 +517,7 @@ class Observer:
         self.layouts_checked[where] = self.layouts_checked.get(where, 0) + 1
         if self.layouts_checked[where] > 4:
             return
-        pieces = box.chunks(place, 0).reshape(box.rows, -1)
+        pieces = box.chunks(place).reshape(box.rows, -1)
         events = self.store_event[pieces]
         found = np.unique(events)
         for event in found[found > 0][:4].tolist():
@@ -465,30 +534,33 @@ class Observer:
                 continue
             if len({tuple(v) for v in physical.values()}) == 1 and len({tuple(v) for v in logical.values()}) > 1:
                 raise Hazard(
-                    f"{fragment.who()}, {where}: the tensor map undoes {_swizzle_name(box.map.swizzle)}, but the store at"
-                    f" {self.machine.where(int(self.write_line[places[0] >> self.shift]))} wrote the staging tile row by row without it."
-                    " XOR the 16-byte column with the row (modulo 8) when writing, or map the output without a swizzle."
+                    f"{fragment.who()}, {where}: the tensor map undoes {_swizzle_name(box.map.swizzle)}, but the store "
+                    f"at {self.machine.where(int(self.write_line[places[0] >> self.shift]))} wrote the staging tile row "
+                    "by row without it. XOR the 16-byte column with the row (modulo 8) when writing, or map the output "
+                    "without a swizzle."
                 )
 
     def register_in_flight(self, fragment, segment):
         names = list(self.machine.program.kernel.registers)
         shared = segment.touched & fragment.unit.pending_registers
         for instruction in segment.code + [segment.terminator]:
-            if instruction is None or instruction.opcode.startswith("wgmma") or instruction.parts[0] == "mov" and False:
+            if instruction is None or instruction.opcode.startswith("wgmma"):
                 continue
             reads, writes = self.machine.program.reads_writes(instruction)
             used = [i for i in reads + writes if i in shared]
             if used:
                 raise Hazard(
-                    f"{fragment.who()}, {instruction.where()}: register {names[used[0]]} still belongs to an asynchronous wgmma; no"
-                    " wgmma.wait_group has finished it. Call wgmma_wait<0>() before reading or writing accumulators."
+                    f"{fragment.who()}, {instruction.where()}: register {names[used[0]]} still belongs to an "
+                    "asynchronous wgmma; no wgmma.wait_group has finished it. Call wgmma_wait<0>() before reading or "
+                    "writing accumulators."
                 )
 
     def wgmma_issue(self, fragment, operation, state):
         if not state.fenced:
             raise Hazard(
-                f"{fragment.who()}, {operation.where}: no wgmma.fence before the first wgmma: writes of the accumulator registers are not"
-                " ordered before it. Call wgmma_fence() first, and again whenever other code has touched the registers."
+                f"{fragment.who()}, {operation.where}: no wgmma.fence before the first wgmma: writes of the accumulator "
+                "registers are not ordered before it. Call wgmma_fence() first, and again whenever other code has "
+                "touched the registers."
             )
 
     # ---- the end ----------------------------------------------------------------------------------------------------
@@ -502,16 +574,16 @@ class Observer:
             for operation in groups["open"] + [o for g in groups["groups"] for o in g]:
                 if operation.record is None or operation.record.done is None:
                     raise Hazard(
-                        f"{unit.name_thread(lane)} exits with the TMA store at {operation.where} in flight: its shared memory may be given"
-                        " to another CTA before it is read. Commit and wait: tma_store_commit(); tma_store_wait<0>();"
+                        f"{unit.name_thread(lane)} exits with the TMA store at {operation.where} in flight: its shared "
+                        "memory may be given to another CTA before it is read. Commit and wait: tma_store_commit(); "
+                        "tma_store_wait<0>();"
                     )
         warps = self._warps(fragment)
         known = self.clock[warps].max(0)
         cta = unit.cta
-        pending = self.__dict__.setdefault("exiting", {})
-        pending[cta] = np.maximum(pending[cta], known) if cta in pending else known.copy()
+        self.exiting[cta] = np.maximum(self.exiting[cta], known) if cta in self.exiting else known.copy()
         if self.cluster.size > 1 and all(u.exited.all() for u in self.cluster.units if u.cta == cta):
-            self.exit_clock[cta] = clock = pending[cta]
+            self.exit_clock[cta] = clock = self.exiting[cta]
             for warp, (step, who, where) in self.remote.get(cta, {}).items():
                 if clock[warp] < step:
                     self._exited_early(cta, who, where)
@@ -521,8 +593,9 @@ class Observer:
 
     def _exited_early(self, cta, who, where):
         raise Hazard(
-            f"block {self.cluster.cta_ids[cta]} exits without knowing that the access of {who} at {where} to its shared memory is"
-            " over. Its shared memory may be given away while the peer still uses it: end the kernel with cluster_sync()."
+            f"block {self.cluster.cta_ids[cta]} exits without knowing that the access of {who} at {where} to its shared "
+            "memory is over. Its shared memory may be given away while the peer still uses it: end the kernel with "
+            "cluster_sync()."
         )
 
     def finish(self): ...
@@ -602,8 +675,9 @@ class BatchObserver:
             place = int(np.atleast_1d(index)[at % np.size(index)]) << shift
             earlier = f" at {self.machine.where(int(line.take(place >> self.shift)))}" if line is not None else ""
             raise Hazard(
-                f"race on {self.cluster.name_shared(place)}: {unit.name_thread(int(lanes[at]))} {'writes' if write else 'reads'} it at"
-                f" {self.machine.where(instruction)}, and no __syncthreads orders that after the {other}{earlier} by another warp."
+                f"race on {self.cluster.name_shared(place)}: {unit.name_thread(int(lanes[at]))} "
+                f"{'writes' if write else 'reads'} it at {self.machine.where(instruction)}, and no __syncthreads orders "
+                f"that after the {other}{earlier} by another warp."
             )
         if write:
             self.write_stamp[cells] = mine

@@ -84,7 +84,9 @@ def launch(
         table.add_array(f"variable {name}", storage)
 
     static = program.kernel.shared_static
-    dynamic_at = max([start for start, size in program.kernel.shared.values() if not size], default=SHARED_BASE + static)
+    dynamic_at = max(
+        [start for start, size in program.kernel.shared.values() if not size], default=SHARED_BASE + static
+    )
     recorder = Trace() if trace else None
     machine = Machine(
         program, table, parameters, grid, block, cluster, dynamic_at + shared_bytes, shared_bytes,
@@ -117,7 +119,9 @@ def _check_shape(kernel, grid, block, cluster, shared_bytes, registers):
         raise LaunchRefused(f"grid={grid}: at most (2147483647, 65535, 65535) blocks are allowed")
     limit = kernel.directives.get("maxntid")
     if limit and threads > np.prod(limit):
-        raise LaunchRefused(f"block={block} has {threads} threads, but the kernel is compiled with __launch_bounds__({np.prod(limit)})")
+        raise LaunchRefused(
+            f"block={block} has {threads} threads, but the kernel is compiled with __launch_bounds__({np.prod(limit)})"
+        )
     required = kernel.directives.get("reqnctapercluster")
     if required:
         required = (required + (1, 1))[:3]
@@ -130,13 +134,18 @@ def _check_shape(kernel, grid, block, cluster, shared_bytes, registers):
     if any(g % c for g, c in zip(grid, cluster)):
         raise LaunchRefused(f"grid={grid} is not a multiple of cluster={cluster} in every dimension; round the grid up")
     if kernel.shared_static > 48 * 1024:
-        raise LaunchRefused(f"{kernel.shared_static} bytes of static shared memory; at most 49152 are allowed, use extern (dynamic) shared memory")
-    dynamic_at = max([start for start, extent in kernel.shared.values() if not extent], default=SHARED_BASE + kernel.shared_static)
+        raise LaunchRefused(
+            f"{kernel.shared_static} bytes of static shared memory; at most 49152 are allowed, use extern (dynamic) "
+            "shared memory"
+        )
+    dynamic_at = max(
+        [start for start, extent in kernel.shared.values() if not extent], default=SHARED_BASE + kernel.shared_static
+    )
     total = dynamic_at - SHARED_BASE + shared_bytes
     if total > MAX_SHARED_PER_BLOCK:
         raise LaunchRefused(
-            f"{total} bytes of shared memory per block (static {kernel.shared_static} + dynamic {shared_bytes}); Hopper allows"
-            f" {MAX_SHARED_PER_BLOCK}. Use fewer pipeline stages or a smaller tile."
+            f"{total} bytes of shared memory per block (static {kernel.shared_static} + dynamic {shared_bytes}); Hopper "
+            f"allows {MAX_SHARED_PER_BLOCK}. Use fewer pipeline stages or a smaller tile."
         )
     if registers:
         per_warp = -(-registers * 32 // 256) * 256
@@ -198,7 +207,9 @@ _INTEGER = re.compile(r"[usb](8|16|32|64)")
 
 def _pack_parameters(kernel, args, names, table, tensor_maps) -> np.ndarray:
     if len(args) != len(kernel.parameters):
-        raise LaunchRefused(f"kernel {kernel.name} has {len(kernel.parameters)} parameters, {len(args)} arguments were given")
+        raise LaunchRefused(
+            f"kernel {kernel.name} has {len(kernel.parameters)} parameters, {len(args)} arguments were given"
+        )
     packed = bytearray(-(-kernel.parameter_bytes // 64) * 64 + 64)
     for parameter, argument, name in zip(kernel.parameters, args, names):
         data = _pack(parameter, argument, name, table, tensor_maps)
@@ -210,20 +221,26 @@ def _pack(parameter, argument, name, table, tensor_maps) -> bytes:
     size = parameter.size
     if hasattr(argument, "simulator_bytes"):
         if size != 128:
-            raise LaunchRefused(f"{name}: a TensorMap needs a 128-byte __grid_constant__ parameter, this one has {size} bytes")
+            raise LaunchRefused(
+                f"{name}: a TensorMap needs a 128-byte __grid_constant__ parameter, this one has {size} bytes"
+            )
         tensor_maps.append(argument)
         _register(table, argument.tensor, f"the tensor of {name}")
         return argument.simulator_bytes(len(tensor_maps) - 1)
     if _is_tensor(argument):
         if size != 8 or parameter.is_array:
-            raise LaunchRefused(f"{name}: a tensor was given, but the parameter is {size} bytes of {parameter.type}, not a pointer")
+            raise LaunchRefused(
+                f"{name}: a tensor was given, but the parameter is {size} bytes of {parameter.type}, not a pointer"
+            )
         return struct.pack("<Q", _register(table, argument, name))
     if isinstance(argument, (bytes, bytearray)):
         if len(argument) != size:
             raise LaunchRefused(f"{name}: {len(argument)} bytes were given, the parameter has {size}")
         return bytes(argument)
     if parameter.is_array:
-        raise LaunchRefused(f"{name}: a struct of {size} bytes is passed as bytes or as a TensorMap, not {type(argument).__name__}")
+        raise LaunchRefused(
+            f"{name}: a struct of {size} bytes is passed as bytes or as a TensorMap, not {type(argument).__name__}"
+        )
     if argument is None and size == 8:
         return bytes(8)
     if isinstance(argument, np.generic):
@@ -233,7 +250,9 @@ def _pack(parameter, argument, name, table, tensor_maps) -> bytes:
             raise LaunchRefused(f"{name}: a number is needed, not {type(argument).__name__}")
         return struct.pack("<f" if size == 4 else "<d", argument)
     if isinstance(argument, float) or not isinstance(argument, (int, bool)):
-        raise LaunchRefused(f"{name}: the parameter is an integer of {size} bytes, {argument!r} ({type(argument).__name__}) was given")
+        raise LaunchRefused(
+            f"{name}: the parameter is an integer of {size} bytes, {argument!r} ({type(argument).__name__}) was given"
+        )
     bits = 8 * size
     if not -(1 << (bits - 1)) <= argument < 1 << bits:
         raise LaunchRefused(f"{name}: {argument} does not fit {bits} bits")

@@ -37,7 +37,9 @@ class Rendezvous(Wait):
 
     def __init__(self, unit, what):
         exits = unit.exits
-        super().__init__(lambda: unit.exits != exits, lambda: f"for the other threads at {what}: they have diverged from it")
+        super().__init__(
+            lambda: unit.exits != exits, lambda: f"for the other threads at {what}: they have diverged from it"
+        )
 
 
 class Fragment:
@@ -73,8 +75,10 @@ class Fragment:
             return int(value)
         values = self.active(value)
         if (values != values[0]).any():
-            raise Hazard(f"{self.who()}, {machine.where_pc(self.pc)}: {what} differs between the threads of one collective"
-                         " instruction; all of them must pass the same value.")
+            raise Hazard(
+                f"{self.who()}, {machine.where_pc(self.pc)}: {what} differs between the threads of one collective"
+                " instruction; all of them must pass the same value."
+            )
         return int(values[0])
 
     def who(self) -> str:
@@ -88,7 +92,11 @@ class Unit:
         self.all_lanes = np.arange(threads)
         block, grid, size = machine.block, machine.grid, machine.cluster_shape
         per_cta = machine.cta_threads
-        thread = np.arange(first, first + threads, dtype=np.uint32) if batch is None else np.arange(threads, dtype=np.uint32) % np.uint32(per_cta)
+        thread = (
+            np.arange(first, first + threads, dtype=np.uint32)
+            if batch is None
+            else np.arange(threads, dtype=np.uint32) % np.uint32(per_cta)
+        )
         self.thread_ids = thread
         ids = cluster.cta_ids
         special = self.special = {}
@@ -187,13 +195,16 @@ class Cluster:
         self.batch = batch
         self.observer = None
         self.barriers, self.named_barriers, self.async_queue = {}, {}, []
-        self.bulk_groups, self.copy_groups, self.cluster_barrier = {}, {}, None
+        self.bulk_groups, self.copy_groups, self.cluster_barrier, self.register_pools = {}, {}, None, {}
         threads = machine.cta_threads
         if batch:
             self.units = [Unit(machine, self, 0, 0, threads * len(cta_ids), batch=True)]
         else:
-            self.units = [Unit(machine, self, cta, first, min(128, threads - first))
-                          for cta in range(len(cta_ids)) for first in range(0, threads, 128)]
+            self.units = [
+                Unit(machine, self, cta, first, min(128, threads - first))
+                for cta in range(len(cta_ids))
+                for first in range(0, threads, 128)
+            ]
         self.live = list(self.units)
         self.turn = 0
         if machine.check:
@@ -213,7 +224,9 @@ class Cluster:
 
 
 class Machine:
-    def __init__(self, program, memory_table, parameter_bytes, grid, block, cluster_shape, shared_end, dynamic_shared, options):
+    def __init__(
+        self, program, memory_table, parameter_bytes, grid, block, cluster_shape, shared_end, dynamic_shared, options
+    ):
         self.program, self.memory, self.parameter_bytes = program, memory_table, parameter_bytes
         self.grid, self.block, self.cluster_shape = grid, block, cluster_shape
         self.cta_threads = block[0] * block[1] * block[2]
@@ -223,7 +236,7 @@ class Machine:
         self.registers = options.get("registers")
         self.random = random.Random(options["seed"]) if options.get("seed") is not None else None
         self.trace, self.progress_callback = options.get("trace"), options.get("progress")
-        self.tensor_maps = options.get("tensor_maps", [])
+        self.tensor_maps, self.boxes = options.get("tensor_maps", []), {}
         self.variables: dict[str, np.uint64] = {}
         self.argument_regions: dict[int, memory.Region] = {}
         self.segment_runs = np.zeros(len(program.segments), np.int64)
@@ -241,7 +254,9 @@ class Machine:
         value = self._parameters.get(key)
         if value is None:
             size = np.dtype(dtype).itemsize
-            value = self._parameters[key] = np.frombuffer(self.parameter_bytes[offset : offset + size].tobytes(), dtype)[0]
+            value = self._parameters[key] = np.frombuffer(
+                self.parameter_bytes[offset : offset + size].tobytes(), dtype
+            )[0]
         return value
 
     def where(self, index: int) -> str:
@@ -249,7 +264,9 @@ class Machine:
 
     def origin(self, index: int):
         """The tensor that the address of instruction number index is computed from, if there is only one."""
-        regions = [self.argument_regions.get(i) for i in self.program.pointer_parameters(self.program.instructions[index])]
+        regions = [
+            self.argument_regions.get(i) for i in self.program.pointer_parameters(self.program.instructions[index])
+        ]
         return regions[0] if len(regions) == 1 else None
 
     def where_pc(self, pc: int) -> str:
@@ -319,7 +336,9 @@ class Machine:
             resident.append(resident.pop(resident.index(cluster)))
             idle = 0 if self.progress != before else idle + 1
             polls = 0 if self.progress != before else polls + 1
-            if idle >= (len(resident) if self.random is None else 20 * len(resident)) and (started == len(groups) or len(resident) >= limit):
+            if idle >= (len(resident) if self.random is None else 20 * len(resident)) and (
+                started == len(groups) or len(resident) >= limit
+            ):
                 if self._flush_any(resident):
                     idle = 0
                 elif not any(f.polled for c in resident for u in c.live for f in u.fragments) or polls > POLL_LIMIT:
@@ -390,7 +409,11 @@ class Machine:
                 best = fragment
         if best is not None and len(fragments) > 1:
             for other in [o for o in fragments if o is not best and o.pc == best.pc]:
-                if (other.wait is None or type(other.wait) is Rendezvous) and other.token is None and best.token is None:
+                if (
+                    (other.wait is None or type(other.wait) is Rendezvous)
+                    and other.token is None
+                    and best.token is None
+                ):
                     self._merge(best, other)
         return best
 
@@ -548,7 +571,9 @@ class Machine:
                     else:
                         lines.append(f"  {fragment.who()} at {where} spin on memory that nothing changes any more")
         lines += [f"  {barrier.describe()}" for barrier in barriers]
-        lines += [f"  {barrier.stale}" for cluster in self.resident for barrier in cluster.barriers.values() if barrier.stale]
+        lines += [
+            f"  {barrier.stale}" for cluster in self.resident for barrier in cluster.barriers.values() if barrier.stale
+        ]
         if len(lines) > 40:
             lines = lines[:40] + [f"  ... and {len(lines) - 40} more"]
         return "\n".join(lines)

@@ -25,7 +25,9 @@ class Region:
 
     def __init__(self, name: str, start: int, size: int, owner, writable: bool = True):
         self.name, self.start, self.end, self.owner, self.writable = name, start, start + size, owner, writable
-        self.bytes = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(start)) if size else np.zeros(0, np.uint8)
+        self.bytes = (
+            np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(start)) if size else np.zeros(0, np.uint8)
+        )
         self._views = {}
 
     def view(self, dtype):
@@ -76,7 +78,9 @@ class GlobalMemory:
         total = best.end - best.start
         if address >= best.start:
             beyond = address + size - best.end
-            place = f"{beyond} bytes past the end" if address < best.end else f"{address - best.end} bytes after the end"
+            place = (
+                f"{beyond} bytes past the end" if address < best.end else f"{address - best.end} bytes after the end"
+            )
         else:
             place = f"{best.start - address} bytes before the start"
         if abs(address - best.start) > 1 << 40:
@@ -120,8 +124,9 @@ class Span:
             if bad.any():
                 at = int(np.atleast_1d(self.address)[_first(self.address, bad)]) + offset
                 raise MemoryFault(
-                    f"{self._who(bad, instruction)}: misaligned {self.space} access of {size} bytes at {at:#x}; the address"
-                    f" must be a multiple of {size}. Look at the index arithmetic, or at a cast to a wider vector type."
+                    f"{self._who(bad, instruction)}: misaligned {self.space} access of {size} bytes at {at:#x}; the "
+                    f"address must be a multiple of {size}. Look at the index arithmetic, or at a cast to a wider "
+                    "vector type."
                 )
 
     def _who(self, bad, instruction):
@@ -231,9 +236,10 @@ class GlobalSpan(Span):
                 bad = np.arange(len(addresses)) == i
                 verb = "writes" if write else "reads"
                 raise MemoryFault(
-                    f"{self._who(bad if self.address.ndim else True, instruction)}: {verb} {size} bytes at"
-                    f" {memory.describe(addresses[i], size, self.unit.machine.origin(instruction))}. No tensor of this launch holds that address: look at the"
-                    " bounds check of the row and column, and at the leading dimension."
+                    f"{self._who(bad if self.address.ndim else True, instruction)}: {verb} {size} bytes at "
+                    f"{memory.describe(addresses[i], size, self.unit.machine.origin(instruction))}. No tensor of this "
+                    "launch holds that address: look at the bounds check of the row and column, and at the leading "
+                    "dimension."
                 )
         return _Scattered(regions, addresses, dtype), np.arange(len(addresses))
 
@@ -242,7 +248,9 @@ class _Scattered:
     """An array-like over elements that lie in different regions."""
 
     def __init__(self, regions, addresses, dtype):
-        self.places = [(r.view(dtype)[1], (a - r.view(dtype)[0]) // np.dtype(dtype).itemsize) for r, a in zip(regions, addresses)]
+        self.places = [
+            (r.view(dtype)[1], (a - r.view(dtype)[0]) // np.dtype(dtype).itemsize) for r, a in zip(regions, addresses)
+        ]
         self.dtype = dtype
 
     def take(self, index):
@@ -281,8 +289,11 @@ class SharedSpan(Span):
         else:
             key = self._index.get(size)
             if key is None or offset & (size - 1):
-                base = unit.shared_base if unit.lane_base is None else (
-                    unit.lane_base if self.lanes is None else unit.lane_base.take(self.lanes))
+                base = (
+                    unit.shared_base
+                    if unit.lane_base is None
+                    else (unit.lane_base if self.lanes is None else unit.lane_base.take(self.lanes))
+                )
                 key = self.address.astype(np.int64) + (base + (offset & (size - 1)))
                 if shift:
                     key = key >> shift
@@ -299,7 +310,9 @@ class SharedSpan(Span):
         address = np.atleast_1d(self.address).astype(np.int64) + offset
         rank, local = (address >> CLUSTER_SHIFT) - 1, address & ((1 << CLUSTER_SHIFT) - 1)
         if (rank >= cluster.size).any():
-            raise MemoryFault(f"{self._who(True, instruction)}: CTA rank {int(rank.max())} in a cluster of {cluster.size}")
+            raise MemoryFault(
+                f"{self._who(True, instruction)}: CTA rank {int(rank.max())} in a cluster of {cluster.size}"
+            )
         self._out_of_bounds(local, size, instruction, write)
         base = np.where(rank < 0, self.unit.shared_base, rank * cluster.shared_stride)
         index = (base + local) >> (size.bit_length() - 1)
@@ -316,10 +329,10 @@ class SharedSpan(Span):
             at = int(np.atleast_1d(address)[_first(address, bad)])
             verb = "writes" if write else "reads"
             raise MemoryFault(
-                f"{self._who(bad if self.address.ndim else True, instruction)}: {verb} {size} bytes at shared address {at:#x};"
-                f" the CTA owns {cluster.shared_base:#x} to {cluster.shared_end:#x}"
-                f" ({cluster.shared_end - cluster.shared_base} bytes). Look at the index, or at the dynamic shared memory"
-                " size of the launch."
+                f"{self._who(bad if self.address.ndim else True, instruction)}: {verb} {size} bytes at shared address "
+                f"{at:#x}; the CTA owns {cluster.shared_base:#x} to {cluster.shared_end:#x} "
+                f"({cluster.shared_end - cluster.shared_base} bytes). Look at the index, or at the dynamic shared "
+                "memory size of the launch."
             )
 
 
@@ -333,8 +346,8 @@ class LocalSpan(Span):
         unit = self.unit
         if self.low + offset < 0 or self.high + offset + size > unit.local_bytes:
             raise MemoryFault(
-                f"{self._who(True, instruction)}: local access at {self.low + offset} to {self.high + offset + size} outside"
-                f" the {unit.local_bytes} bytes of the thread's stack. Look at the index of the local array."
+                f"{self._who(True, instruction)}: local access at {self.low + offset} to {self.high + offset + size} "
+                f"outside the {unit.local_bytes} bytes of the thread's stack. Look at the index of the local array."
             )
         lanes = np.arange(unit.threads) if self.lanes is None else self.lanes
         index = (lanes * unit.local_bytes + self.address.astype(np.int64) + offset) >> (size.bit_length() - 1)
@@ -366,7 +379,13 @@ def generic_span(unit, fragment, address, lanes):
     """A generic address: the top bits say which window it lies in (PTX ISA 5.1.1 'cvta', 6.4.1.1)."""
     windows = address >> np.uint64(60)
     active = windows if lanes is None or windows.ndim == 0 else windows.take(lanes)
-    low, high = (int(active), int(active)) if active.ndim == 0 else (int(active.min()), int(active.max())) if active.size else (0, 0)
+    low, high = (
+        (int(active), int(active))
+        if active.ndim == 0
+        else (int(active.min()), int(active.max()))
+        if active.size
+        else (0, 0)
+    )
     if low != high:
         return _MixedSpan(unit, fragment, address, lanes, windows)
     return _WINDOWS[low](unit, fragment, address & np.uint64((1 << 60) - 1) if low else address, lanes)
@@ -445,6 +464,7 @@ class WrittenMap:
             lane = _first(got, bad)
             place = int(np.atleast_1d(index)[lane]) << shift
             raise Hazard(
-                f"{span._who(bad, instruction)}: reads {span.unit.cluster.name_shared(place)}, which nothing has written yet."
-                " Shared memory starts with whatever the last kernel left there: write it first, or wait for the copy that does."
+                f"{span._who(bad, instruction)}: reads {span.unit.cluster.name_shared(place)}, which nothing has "
+                "written yet. Shared memory starts with whatever the last kernel left there: write it first, or wait "
+                "for the copy that does."
             )

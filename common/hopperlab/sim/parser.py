@@ -204,12 +204,19 @@ def _function(header, body: str, first_line: int, files: dict) -> Function:
     directives = {
         name: tuple(int(v) for v in values.replace(" ", "").split(","))
         for name, values in re.findall(
-            r"\.(maxntid|reqntid|reqnctapercluster|minnctapersm|maxnreg|maxclusterrank)\s+(\d[\d, ]*\d|\d)", header["tail"]
+            r"\.(maxntid|reqntid|reqnctapercluster|minnctapersm|maxnreg|maxclusterrank)\s+(\d[\d, ]*\d|\d)",
+            header["tail"],
         )
     }
     function = Function(
-        header["name"], _parameters(header["params"] or ""), [p.name for p in _parameters(header["ret"] or "")],
-        {}, [], [], [], directives,
+        header["name"],
+        _parameters(header["params"] or ""),
+        [p.name for p in _parameters(header["ret"] or "")],
+        {},
+        [],
+        [],
+        [],
+        directives,
     )
     # Pass 1: cut into statements, note the scope of each, and collect the labels that are private to a scope.
     statements, position, line = [], 0, first_line
@@ -217,7 +224,7 @@ def _function(header, body: str, first_line: int, files: dict) -> Function:
     while body[position:].strip():
         match = _STATEMENT.match(body, position)
         if not match:
-            raise UnknownInstruction(f"PTX line {line}: cannot parse {body[position:position + 60].strip()!r}")
+            raise UnknownInstruction(f"PTX line {line}: cannot parse {body[position : position + 60].strip()!r}")
         token = match[0]
         start = line + token[: len(token) - len(token.lstrip())].count("\n")
         kind, content = match.lastgroup, match[match.lastgroup].strip()
@@ -299,7 +306,9 @@ def _instruction(text: str, resolve, line: int, location, inside) -> Instruction
         text = text[guard.end() :]
     opcode, *rest = re.split(r"\s+", text, maxsplit=1)
     operands = [resolve(operand) for operand in split_operands(rest[0] if rest else "")]
-    return Instruction(opcode, operands, resolve(guard[2]) if guard else None, bool(guard and guard[1]), line, location, inside)
+    return Instruction(
+        opcode, operands, resolve(guard[2]) if guard else None, bool(guard and guard[1]), line, location, inside
+    )
 
 
 # ---- linking: memory layout and inlining -----------------------------------------------------------------------------
@@ -335,8 +344,20 @@ def _link(entry: Function, functions, variables, shared_module, files) -> Kernel
             instructions.append(item)
     last = entry.parameters[-1] if entry.parameters else None
     return Kernel(
-        entry.name, entry.parameters, last.offset + last.size if last else 0, registers, instructions, labels, targets,
-        shared_map, offset - SHARED_BASE, local_map, _align_up(local_bytes, 16), variables, entry.directives, files,
+        entry.name,
+        entry.parameters,
+        last.offset + last.size if last else 0,
+        registers,
+        instructions,
+        labels,
+        targets,
+        shared_map,
+        offset - SHARED_BASE,
+        local_map,
+        _align_up(local_bytes, 16),
+        variables,
+        entry.directives,
+        files,
     )
 
 
@@ -354,7 +375,9 @@ def _inline(function, functions, registers, out, local, shared, prefix, aliases,
 
     own = set(function.registers) | {i for i in function.body if isinstance(i, str)} | {v.name for v in function.local}
     own |= {i[1] for i in function.body if isinstance(i, tuple)}
-    own |= {m for i in function.body if isinstance(i, Instruction) for o in i.operands for m in re.findall(r"\w+@\d+", o)}
+    own |= {
+        m for i in function.body if isinstance(i, Instruction) for o in i.operands for m in re.findall(r"\w+@\d+", o)
+    }
     if prefix:
         registers.update({prefix + name: kind for name, kind in function.registers.items()})
         local.extend(replace(v, name=prefix + v.name) for v in function.local)
@@ -370,9 +393,7 @@ def _inline(function, functions, registers, out, local, shared, prefix, aliases,
         elif prefix and item.opcode.split(".")[0] == "ret":
             out.append(replace(item, opcode="bra", operands=[end], guard=item.guard and rename(item.guard)))
         else:
-            moved = replace(
-                item, operands=[rename(o) for o in item.operands], guard=item.guard and rename(item.guard)
-            )
+            moved = replace(item, operands=[rename(o) for o in item.operands], guard=item.guard and rename(item.guard))
             out.extend(_parameter_moves(moved, registers, function if not prefix else None))
     if prefix:
         out.append(end)
@@ -404,7 +425,9 @@ def _call(item, rename, functions, registers, out, local, shared, stack) -> None
         out.append(replace(item, opcode=f"call.{name}", operands=pseudos))
         for result in returns:
             registers.setdefault(f"{result}+0", "b32")
-            out.append(Instruction("mov.b32", [f"{result}+0", "0"], item.guard, item.negated, item.ptx_line, item.location))
+            out.append(
+                Instruction("mov.b32", [f"{result}+0", "0"], item.guard, item.negated, item.ptx_line, item.location)
+            )
         return
     if name not in functions:
         raise UnknownInstruction(

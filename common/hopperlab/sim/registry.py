@@ -1,16 +1,37 @@
 """The table of special instructions: those that end a segment because they synchronise, copy or involve other lanes."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 _TABLE: dict[str, "Special"] = {}
 
 # Special registers (PTX ISA section 10) and the NumPy type they are kept in.
-_REGISTERS = {f"%{base}.{axis}": "uint32" for base in ("tid", "ntid", "ctaid", "nctaid", "clusterid", "nclusterid",
-              "cluster_ctaid", "cluster_nctaid") for axis in "xyz"}
-_REGISTERS |= {name: "uint32" for name in ("%laneid", "%warpid", "%nwarpid", "%cluster_ctarank", "%cluster_nctarank", "%smid",
-               "%nsmid", "%lanemask_eq", "%lanemask_lt", "%lanemask_le", "%lanemask_gt", "%lanemask_ge", "%dynamic_smem_size",
-               "%total_smem_size", "%clock", "%globaltimer_lo")}
+_REGISTERS = {
+    f"%{base}.{axis}": "uint32"
+    for base in ("tid", "ntid", "ctaid", "nctaid", "clusterid", "nclusterid", "cluster_ctaid", "cluster_nctaid")
+    for axis in "xyz"
+}
+_REGISTERS |= {
+    name: "uint32"
+    for name in (
+        "%laneid",
+        "%warpid",
+        "%nwarpid",
+        "%cluster_ctarank",
+        "%cluster_nctarank",
+        "%smid",
+        "%nsmid",
+        "%lanemask_eq",
+        "%lanemask_lt",
+        "%lanemask_le",
+        "%lanemask_gt",
+        "%lanemask_ge",
+        "%dynamic_smem_size",
+        "%total_smem_size",
+        "%clock",
+        "%globaltimer_lo",
+    )
+}
 _REGISTERS |= {"%clock64": "uint64", "%globaltimer": "uint64", "%gridid": "uint64"}
 
 
@@ -38,7 +59,7 @@ def special(*prefixes, results=(), updates=(), batches=False):
     return register
 
 
-@lru_cache(maxsize=None)
+@cache
 def find(opcode: str) -> Special | None:
     """The entry with the longest prefix of opcode, in whole parts."""
     parts = opcode.split(".")

@@ -52,5 +52,14 @@ def make_report(machine, seconds) -> Report:
         old = conflicts.get(location, (0, 0))
         conflicts[location] = old[0] + accesses, old[1] + wavefronts
     mix = Counter({name: count for name, count in mix.items() if count})
-    return Report(machine.program.kernel.name, mix, dict(lines), conflicts, machine.counters, machine.printed, seconds,
-                  approximate, machine.trace.spans if machine.trace else [])
+    return Report(
+        machine.program.kernel.name,
+        mix,
+        dict(lines),
+        conflicts,
+        machine.counters,
+        machine.printed,
+        seconds,
+        approximate,
+        machine.trace.spans if machine.trace else [],
+    )

@@ -14,7 +14,6 @@ import numpy as np
 from .copy_engine import CHUNK, swizzle
 from .errors import Hazard, MemoryFault, UnknownInstruction
 from .machine import Rendezvous
-from .parser import split_operands
 from .registry import special
 
 F32, U32, U16, U8 = np.float32, np.uint32, np.uint16, np.uint8
@@ -103,7 +102,10 @@ def _toward_zero(x):
 def _accumulate_special(a, b, c, a_exponent, b_exponent, rule):
     """NaN and infinity as in IEEE arithmetic, every NaN 0x7fffffff; the other outputs as usual."""
     clean = [np.where(np.isfinite(x), x, F32(0)) for x in (a, b, c)]
-    exponents = [np.where(np.isfinite(x), e, e.dtype.type(-60 if e.dtype == np.int8 else ZERO_EXPONENT // 2)) for x, e in ((a, a_exponent), (b, b_exponent))]
+    exponents = [
+        np.where(np.isfinite(x), e, e.dtype.type(-60 if e.dtype == np.int8 else ZERO_EXPONENT // 2))
+        for x, e in ((a, a_exponent), (b, b_exponent))
+    ]
     result = _fused_sum(*clean, *exponents, rule)
     with np.errstate(all="ignore"):
         # Any finite stand-in keeps the classes: inf, nan and the sign of infinities survive a float64 product.
@@ -207,7 +209,9 @@ class _Operand:
         self.type, self.rows, self.transposed, self.negated, self.label = type_name, rows, transposed, negated, label
         self.bits = 8 if type_name in ("e4m3", "e5m2") else 16
         self.k = _K[type_name]
-        self.registers = [program.names[r.strip()] for r in text.strip("{}").split(",")] if text.startswith("{") else None
+        self.registers = (
+            [program.names[r.strip()] for r in text.strip("{}").split(",")] if text.startswith("{") else None
+        )
         self.read = program.reader(text, "u64") if self.registers is None else None
 
     def capture(self, machine, fragment):
@@ -246,8 +250,16 @@ def _wgmma(instruction, program):
     match = re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.(f32|f16)\.(e4m3|e5m2|f16|bf16)\.(e4m3|e5m2|f16|bf16)",
                          instruction.opcode)  # fmt: skip
     where = instruction.where()
-    if not match or int(match[1]) % 8 or not 8 <= int(match[1]) <= 256 or int(match[2]) != _K[match[4]] or match[3] != "f32":
-        raise UnknownInstruction(f"{where}: {instruction.opcode!r} is not modelled (f32 accumulators, e4m3, e5m2, f16, bf16)")
+    if (
+        not match
+        or int(match[1]) % 8
+        or not 8 <= int(match[1]) <= 256
+        or int(match[2]) != _K[match[4]]
+        or match[3] != "f32"
+    ):
+        raise UnknownInstruction(
+            f"{where}: {instruction.opcode!r} is not modelled (f32 accumulators, e4m3, e5m2, f16, bf16)"
+        )
     n, a_type, b_type = int(match[1]), match[4], match[5]
     operands = instruction.operands
     names = [name.strip() for name in operands[0].strip("{}").split(",")]
@@ -258,14 +270,20 @@ def _wgmma(instruction, program):
     transpose_a, transpose_b = (transposes + [0, 0])[:2]
     a = _Operand(program, operands[1], a_type, 64, bool(transpose_a), negate_a, "A")
     b = _Operand(program, operands[2], b_type, n, bool(transpose_b), negate_b, "B")
-    scale = program.reader(operands[3], "pred") if not re.fullmatch(r"-?\d+", operands[3]) else (lambda f, v=np.bool_(int(operands[3])): v)
+    scale = (
+        program.reader(operands[3], "pred")
+        if not re.fullmatch(r"-?\d+", operands[3])
+        else (lambda f, v=np.bool_(int(operands[3])): v)
+    )
     row, column = accumulator_layout(n)
     owned = frozenset(registers) | frozenset(a.registers or ())
 
     def execute(machine, fragment):
         unit = fragment.unit
         if unit.threads != 128:
-            raise Hazard(f"{fragment.who()}, {where}: wgmma needs a warpgroup of 128 threads that starts at a multiple of 128")
+            raise Hazard(
+                f"{fragment.who()}, {where}: wgmma needs a warpgroup of 128 threads that starts at a multiple of 128"
+            )
         if fragment.n != 128:
             return _whole(machine, fragment, where)
         state = _state(unit)
@@ -279,13 +297,19 @@ def _wgmma(instruction, program):
         for operand, value in (operation.a, operation.b):
             if operand.registers is None:
                 low, high, chunks = operand.bounds(unit, value)
-                if low - unit.shared_base < unit.cluster.shared_base or high - unit.shared_base > unit.cluster.shared_end:
+                if (
+                    low - unit.shared_base < unit.cluster.shared_base
+                    or high - unit.shared_base > unit.cluster.shared_end
+                ):
                     raise MemoryFault(
-                        f"{fragment.who()}, {where}: the descriptor of {operand.label} reaches from"
-                        f" {unit.cluster.name_shared(low)} to shared {high - unit.shared_base:#x}, outside of shared memory"
+                        f"{fragment.who()}, {where}: the descriptor of {operand.label} reaches from "
+                        f"{unit.cluster.name_shared(low)} to shared {high - unit.shared_base:#x}, outside of shared "
+                        "memory"
                     )
                 if observer is not None:
-                    operation.reads.append(observer.wgmma_read(fragment, operand, value, chunks, low, high, where, state))
+                    operation.reads.append(
+                        observer.wgmma_read(fragment, operand, value, chunks, low, high, where, state)
+                    )
         if observer is not None:
             observer.wgmma_issue(fragment, operation, state)
         state.open.append(operation)
@@ -303,8 +327,8 @@ def _whole(machine, fragment, where):
     unit = fragment.unit
     if unit.exited.any() and machine.check:
         raise Hazard(
-            f"{unit.name_lanes(np.flatnonzero(unit.exited))} exited, but {where} needs all 128 threads of the warpgroup. A"
-            " collective must not stand behind an early return or in a branch that single threads skip."
+            f"{unit.name_lanes(np.flatnonzero(unit.exited))} exited, but {where} needs all 128 threads of the "
+            "warpgroup. A collective must not stand behind an early return or in a branch that single threads skip."
         )
     return Rendezvous(unit, where)
 
@@ -397,10 +421,15 @@ def _wgmma_wait(instruction, program):
 
 @special("mma.sync", results=(0,))
 def _mma(instruction, program):
-    match = re.fullmatch(r"mma\.sync\.aligned\.m16n8k(8|16|32)\.row\.col\.f32\.(e4m3|e5m2|f16|bf16)\.(e4m3|e5m2|f16|bf16)\.f32", instruction.opcode)
+    match = re.fullmatch(
+        r"mma\.sync\.aligned\.m16n8k(8|16|32)\.row\.col\.f32\.(e4m3|e5m2|f16|bf16)\.(e4m3|e5m2|f16|bf16)\.f32",
+        instruction.opcode,
+    )
     where = instruction.where()
     if not match or int(match[1]) not in ((32,) if match[2] in ("e4m3", "e5m2") else (8, 16)):
-        raise UnknownInstruction(f"{where}: {instruction.opcode!r} is not modelled (m16n8k32 of FP8, m16n8k8 and k16 of f16 and bf16)")
+        raise UnknownInstruction(
+            f"{where}: {instruction.opcode!r} is not modelled (m16n8k32 of FP8, m16n8k8 and k16 of f16 and bf16)"
+        )
     k, a_type, b_type = int(match[1]), match[2], match[3]
     lists = [[r.strip() for r in o.strip("{}").split(",")] for o in instruction.operands]
     writes = [program.writer(r) for r in lists[0]]
@@ -426,7 +455,11 @@ def _mma(instruction, program):
 
     def execute(machine, fragment):
         unit = fragment.unit
-        if fragment.n % 32 or fragment.n != unit.threads and len(np.unique(fragment.lane_indices() >> 5)) * 32 != fragment.n:
+        if (
+            fragment.n % 32
+            or fragment.n != unit.threads
+            and len(np.unique(fragment.lane_indices() >> 5)) * 32 != fragment.n
+        ):
             return Rendezvous(unit, where)
         a, b = matrix(a_reads, fragment, 16, True), matrix(b_reads, fragment, 8, False)
         warps = a.shape[0]
@@ -473,7 +506,9 @@ def _matrix_rows(fragment, machine, address, count, where):
 
 
 def _matrix_shape(instruction):
-    match = re.fullmatch(r"(?:ld|st)matrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16", instruction.opcode)
+    match = re.fullmatch(
+        r"(?:ld|st)matrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16", instruction.opcode
+    )
     if not match:
         raise UnknownInstruction(f"{instruction.where()}: {instruction.opcode!r} is not modelled")
     return int(match[1]), bool(match[2])

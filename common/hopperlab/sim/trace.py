@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 COPY_STEPS, WGMMA_STEPS = 8, 2
-_COLORS = {"wait": "#d9d9d9", "load": "#4c78a8", "store": "#72b7b2", "wgmma": "#e45756", "phase": "#eeca3b", "arrive": "#54a24b"}
+_COLORS = {
+    "wait": "#d9d9d9",
+    "load": "#4c78a8",
+    "store": "#72b7b2",
+    "wgmma": "#e45756",
+    "phase": "#eeca3b",
+    "arrive": "#54a24b",
+}
 
 
 @dataclass
@@ -42,19 +49,32 @@ class Trace:
     def wait_passed(self, fragment, barrier):
         start = fragment.now
         fragment.now = max(start + 1, barrier.completed_at)
-        self.spans.append(Span(*self._track(fragment), "wait", f"wait {barrier.label}", start, fragment.now, {"phase": barrier.phase - 1}))
+        self.spans.append(
+            Span(
+                *self._track(fragment),
+                "wait",
+                f"wait {barrier.label}",
+                start,
+                fragment.now,
+                {"phase": barrier.phase - 1},
+            )
+        )
 
     def arrive(self, fragment, barrier, byte_count):
         fragment.now += 1
         barrier.latest = max(barrier.latest, fragment.now)
         name = f"arrive {barrier.label}" + (f", expect {byte_count} bytes" if byte_count else "")
-        self.spans.append(Span(*self._track(fragment), "arrive", name, fragment.now - 1, fragment.now, {"phase": barrier.phase}))
+        self.spans.append(
+            Span(*self._track(fragment), "arrive", name, fragment.now - 1, fragment.now, {"phase": barrier.phase})
+        )
 
     def phase_complete(self, barrier):
         block = barrier.cluster.cta_ids[barrier.place // barrier.cluster.shared_stride]
         barrier.completed_at = barrier.latest
         start = self._phase_start.get(id(barrier), 0)
-        self.spans.append(Span(block, f"barrier {barrier.label}", "phase", f"phase {barrier.phase - 1}", start, barrier.completed_at))
+        self.spans.append(
+            Span(block, f"barrier {barrier.label}", "phase", f"phase {barrier.phase - 1}", start, barrier.completed_at)
+        )
         self._phase_start[id(barrier)] = barrier.completed_at
 
     def load(self, fragment, barrier, byte_count, coordinates, target):
@@ -62,13 +82,28 @@ class Trace:
         end = fragment.now + COPY_STEPS
         barrier.latest = max(barrier.latest, end)
         block = fragment.unit.cluster.cta_ids[target]
-        details = {"bytes": byte_count, "coordinates": list(coordinates), "barrier": barrier.label, "issued by": fragment.who()}
+        details = {
+            "bytes": byte_count,
+            "coordinates": list(coordinates),
+            "barrier": barrier.label,
+            "issued by": fragment.who(),
+        }
         self.spans.append(Span(block, "copy engine", "load", f"load {tuple(coordinates)}", fragment.now, end, details))
 
     def store(self, fragment, byte_count, coordinates):
         details = {"bytes": byte_count, "issued by": fragment.who()}
         block = self._track(fragment)[0]
-        self.spans.append(Span(block, "copy engine", "store", f"store {tuple(coordinates)}", fragment.now, fragment.now + COPY_STEPS, details))
+        self.spans.append(
+            Span(
+                block,
+                "copy engine",
+                "store",
+                f"store {tuple(coordinates)}",
+                fragment.now,
+                fragment.now + COPY_STEPS,
+                details,
+            )
+        )
 
     def wgmma_group(self, fragment, group):
         block, name = self._track(fragment)
@@ -95,13 +130,17 @@ def chrome_trace(spans: list[Span]) -> dict:
         events.append(dict(name="process_name", ph="M", pid=number, args={"name": f"block {block}"}))
     for (block, track), number in threads.items():
         events.append(dict(name="thread_name", ph="M", pid=processes[block], tid=number, args={"name": track}))
-        events.append(dict(name="thread_sort_index", ph="M", pid=processes[block], tid=number, args={"sort_index": _rank(track)}))
+        events.append(
+            dict(name="thread_sort_index", ph="M", pid=processes[block], tid=number, args={"sort_index": _rank(track)})
+        )
     return {"traceEvents": events, "otherData": {"note": "order of events, not time: lengths mean nothing"}}
 
 
 def _rank(track: str) -> tuple:
     order = ("warpgroup", "copy engine", "tensor core", "barrier")
-    return next(i for i, name in enumerate(order) if track.startswith(name)) * 100 + int("0" + "".join(c for c in track if c.isdigit()))
+    return next(i for i, name in enumerate(order) if track.startswith(name)) * 100 + int(
+        "0" + "".join(c for c in track if c.isdigit())
+    )
 
 
 def save(spans: list[Span], path: str | Path) -> Path:
@@ -139,7 +178,13 @@ def draw(spans: list[Span], *, block=None, tracks=None, until: int | None = None
     if until is not None:
         axes.set_xlim(0, until)
     kinds = [k for k in _COLORS if any(s.kind == k for s in chosen)]
-    axes.legend(handles=[Patch(color=_COLORS[k], label=k) for k in kinds], ncol=len(kinds), loc="upper center", bbox_to_anchor=(0.5, 1.2), frameon=False)
+    axes.legend(
+        handles=[Patch(color=_COLORS[k], label=k) for k in kinds],
+        ncol=len(kinds),
+        loc="upper center",
+        bbox_to_anchor=(0.5, 1.2),
+        frameon=False,
+    )
     axes.set_title(f"block {block}", loc="left")
     return axes
 

@@ -95,9 +95,9 @@ def find_leading(a, shift_amount=False):
 
 
 def bit_field_extract(a, position, length):
-    """bfe: a is viewed with the instruction's signedness; position and length use their low 8 bits."""
+    """bfe: a is viewed with the instruction's signedness."""
     bits, word = a.dtype.itemsize * 8, np.dtype(f"u{a.dtype.itemsize}")
-    position, length = position.astype(I64) & 0xFF, length.astype(I64) & 0xFF
+    position, length = _field(position, bits), _field(length, bits)
     x = a.view(word)
     mask = _low_mask(word, np.minimum(length, bits - position))
     value = np.right_shift(x, np.minimum(position, bits).astype(word)) & mask
@@ -106,6 +106,11 @@ def bit_field_extract(a, position, length):
         sign = (np.right_shift(x, sign_at) & word.type(1) != 0) & (length > 0)
         value = where(sign, value | ~mask, value)
     return value.view(a.dtype)
+
+
+def _field(value, bits):
+    """A position or length: 32-bit instructions use its low 8 bits, 64-bit ones (seen on an H200) all of it."""
+    return value.astype(I64) & 0xFF if bits == 32 else value.astype(I64)
 
 
 def _low_mask(word, bits):
@@ -117,7 +122,7 @@ def _low_mask(word, bits):
 def bit_field_insert(a, b, position, length):
     """bfi: the low bits of a replace length bits of b at position."""
     word, bits = a.dtype, a.dtype.itemsize * 8
-    position, length = position.astype(I64) & 0xFF, length.astype(I64) & 0xFF
+    position, length = _field(position, bits), _field(length, bits)
     mask = np.left_shift(_low_mask(word, np.minimum(length, bits)), np.minimum(position, bits).astype(word))
     return b & ~mask | np.left_shift(a, np.minimum(position, bits).astype(word)) & mask
 
@@ -168,12 +173,14 @@ def dot_4_bytes(a, b, c, a_signed, b_signed):
 
 
 def canonical_nan(x):
-    """The NaN that arithmetic produces on the GPU is 0x7fffffff; NumPy keeps payloads and signs."""
+    """The NaN that float32 arithmetic produces on the GPU is 0x7fffffff; NumPy keeps payloads and signs.
+
+    Double precision keeps them too, on both.
+    """
     bad = np.isnan(x)
-    if not bad.any():
+    if x.dtype.itemsize == 8 or not bad.any():
         return x
-    nan = {2: U16(0x7FFF).view(np.float16), 4: U32(0x7FFFFFFF).view(F32), 8: U64(0x7FF8 << 48 | 0).view(F64)}
-    return where(bad, nan[x.dtype.itemsize], x)
+    return where(bad, U32(0x7FFFFFFF).view(F32), x)
 
 
 def _odd_sum(product, c):
@@ -225,10 +232,15 @@ def fma_f64(a, b, c):
     """fma.rn.f64, through exact fractions: slow, and rare."""
 
     def one(x, y, z):
-        if not np.isfinite(x * y + z) or x * y == 0:
+        if not (np.isfinite(x) and np.isfinite(y) and np.isfinite(z)):
             return x * y + z
         exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
-        return float(exact) if exact else x * y + z
+        if exact == 0:
+            return x * y + z  # for the sign of the zero
+        try:
+            return float(exact)
+        except OverflowError:
+            return np.inf if exact > 0 else -np.inf
 
     x, y, z = np.broadcast_arrays(a, b, c)
     result = np.array([one(*v) for v in zip(x.flat, y.flat, z.flat)], F64)
@@ -237,15 +249,23 @@ def fma_f64(a, b, c):
 
 def add_directed(a, b, mode):
     """add.{rz,rm,rp}.f32"""
-    return round_from_odd(_odd_sum(np.asarray(a, F64), np.asarray(b, F64)), F32, mode)
+    return _sum_directed(np.asarray(a, F64), np.asarray(b, F64), mode)
 
 
 def multiply_directed(a, b, mode):
-    return round_from_odd(np.asarray(a, F64) * b, F32, mode)
+    return round_from_odd(np.multiply(a, b, dtype=F64), F32, mode)
 
 
 def fma_directed(a, b, c, mode):
-    return round_from_odd(_odd_sum(np.asarray(a.astype(F64) * b), np.asarray(c, F64)), F32, mode)
+    return _sum_directed(np.asarray(np.multiply(a, b, dtype=F64)), np.asarray(c, F64), mode)
+
+
+def _sum_directed(product, c, mode):
+    total = _odd_sum(product, c)
+    if mode == "rm":  # a sum that cancels exactly is +0, but -0 when rounding down (IEEE 754 section 6.3)
+        positive = ~np.signbit(product) & ~np.signbit(c)
+        total = np.where((total == 0) & ~positive, F64(-0.0), total)
+    return round_from_odd(total, F32, mode)
 
 
 def round_from_odd(x, kind, mode):
@@ -332,10 +352,10 @@ _HALF_OPERATIONS = {
 
 def half_operation(operation, kind, *operands):
     """add, sub, mul, fma, min, max, neg, abs of f16 or bf16 (as uint16 bits); float32 is wide enough to round once."""
+    widen, narrow = (f16_to_f32, f32_to_f16) if kind == "f16" else (bf16_to_f32, f32_to_bf16)
     if operation in ("neg", "abs"):
         x = operands[0]
-        return x ^ U16(0x8000) if operation == "neg" else x & U16(0x7FFF)
-    widen, narrow = (f16_to_f32, f32_to_f16) if kind == "f16" else (bf16_to_f32, f32_to_bf16)
+        return where(np.isnan(widen(x)), U16(0x7FFF), x ^ U16(0x8000) if operation == "neg" else x & U16(0x7FFF))
     values = [widen(x) for x in operands]
     if operation in ("fma", "fma.relu"):
         a, b, c = (np.asarray(v, F64) for v in values)
@@ -364,7 +384,7 @@ _ROUND_INTEGER = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ce
 
 
 def float_to_integer(x, mode, kind):
-    """cvt.{rni,rzi,rmi,rpi}: saturates; NaN gives 0 (0x8000000000000000 for 64 bits)."""
+    """cvt.{rni,rzi,rmi,rpi}: saturates; NaN gives 0, but the sign bit alone for 64 bits on either side (seen on an H200)."""
     limits = np.iinfo(kind)
     rounded = _ROUND_INTEGER[mode](x.astype(F64))
     inside = (rounded >= float(limits.min)) & (rounded < float(limits.max) + (1 if limits.bits < 64 else 0))
@@ -372,7 +392,9 @@ def float_to_integer(x, mode, kind):
         result = where(
             inside, where(inside, rounded, F64(0)).astype(kind), where(rounded > 0, kind(limits.max), kind(limits.min))
         )
-    nan = kind(0) if limits.bits < 64 else np.uint64(1 << 63).astype(kind)
+    nan = kind(0)
+    if limits.bits == 64 or x.dtype == F64:
+        nan = np.uint64(1 << (limits.bits - 1)).astype(kind)
     return where(np.isnan(x), nan, result)
 
 
@@ -414,7 +436,9 @@ _F8 = {"e4m3": (ml_dtypes.float8_e4m3fn, E4M3_MAX, 0x7F), "e5m2": (ml_dtypes.flo
 def f32_to_f8(x, kind, relu=False):
     """cvt.rn.satfinite: clamp to the largest finite value, round to nearest even, NaN to 0x7f."""
     dtype, largest, nan = _F8[kind]
-    clamped = np.clip(x, F32(0) if relu else F32(-largest), F32(largest))
+    clamped = np.clip(x, F32(-largest), F32(largest))
+    if relu:
+        clamped = where(clamped > 0, clamped, F32(0))
     with np.errstate(all="ignore"):
         bits = np.asarray(clamped).astype(dtype).view(np.uint8)
     return where(np.isnan(x), U16(nan), bits[()].astype(U16))

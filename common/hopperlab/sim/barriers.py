@@ -394,9 +394,9 @@ def _mbarrier_arrive(instruction, program):
                     lanes = total
             if machine.trace is not None:
                 machine.trace.arrive(fragment, barrier, total if expects else 0)
-            barrier.arrive(lanes, fragment.who() if lanes > barrier.pending else "", where)
             if drops:
-                barrier.count -= lanes
+                barrier.count -= lanes  # from the next phase on
+            barrier.arrive(lanes, fragment.who() if lanes > barrier.pending else "", where)
 
     return execute
 

@@ -55,6 +55,7 @@ class Program:
         self.kernel = kernel
         self.names = {name: i for i, name in enumerate(kernel.registers)}
         self.storage = self._storage_types()
+        self.rounded = self._rounded_registers()
         self.environment = {"np": np, "A": arithmetic, "memory": memory}
         for name in set(NUMPY.values()):
             self.environment[name] = getattr(np, name)
@@ -91,6 +92,27 @@ class Program:
                         if type_bytes(kinds[name]) == type_bytes(type_name):
                             kinds[name] = type_name
         return [NUMPY[k] for k in kinds.values()]
+
+    def _rounded_registers(self) -> set[int]:
+        """Registers that can hold a result of float arithmetic, whose NaN must become the GPU's when its bits are seen."""
+        copies, rounded = {}, set()
+        for instruction in self.kernel.instructions:
+            opcode = instruction.parts[0]
+            if not instruction.operands or instruction.parts[-1] != "f32" and opcode != "mov" and not opcode.startswith("cvt"):
+                continue
+            targets = self.registers_of(instruction.operands[0])
+            if opcode in ("mov", "selp", "slct", "copysign"):
+                for source in self.registers_of(" ".join(instruction.operands[1:])):
+                    copies.setdefault(source, []).extend(targets)
+            elif opcode not in ("ld", "st", "atom", "red", "setp", "set") and not instruction.opcode.endswith((".f32.bf16", ".f32.f64")):
+                rounded.update(targets)
+        waiting = list(rounded)
+        while waiting:
+            for target in copies.get(waiting.pop(), []):
+                if target not in rounded:
+                    rounded.add(target)
+                    waiting.append(target)
+        return {i for i in rounded if self.storage[i] == "float32"}
 
     def registers_of(self, text: str) -> list[int]:
         found = []
@@ -139,7 +161,7 @@ class Program:
             if have is want:
                 return lambda fragment: fragment.R[index]
             if np.dtype(have).itemsize == np.dtype(want).itemsize:
-                if np.dtype(have).kind == "f":
+                if index in self.rounded:
                     return lambda fragment: arithmetic.canonical_nan(fragment.R[index]).view(want)
                 return lambda fragment: fragment.R[index].view(want)
             return lambda fragment: fragment.R[index].astype(want)

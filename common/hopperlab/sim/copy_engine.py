@@ -83,11 +83,8 @@ class Box:
         """A box of fill values, as bytes."""
         shape = [*reversed(self.counts[1:]), self.inner]
         if self.map.fill_nan:
-            nan = {"FLOAT16": 0x7FFF, "BFLOAT16": 0x7FFF, "FLOAT32": 0x7FFFFFFF, "FLOAT64": (1 << 63) - 1}[
-                self.map.element_type
-            ]
-            pattern = np.frombuffer(nan.to_bytes(self.map.element_bytes, "little"), np.uint8)
-            return np.tile(pattern, math.prod(shape) // len(pattern)).reshape(shape)
+            # Every element type is filled with the same 16-bit pattern (seen on an H200).
+            return np.full(math.prod(shape) // 2, 0x7FF7, np.uint16).view(np.uint8).reshape(shape)
         return np.zeros(shape, np.uint8)
 
 
@@ -458,7 +455,9 @@ def _async_copy(instruction, program):
     operands, where = instruction.operands, instruction.where()
     destination, source = program.address_reader(operands[0]), program.reader(operands[1], "u64")
     size = int(operands[2], 0)
-    source_size = program.reader(operands[3], "u32") if len(operands) > 3 else None
+    extra = operands[3] if len(operands) > 3 else None
+    ignores = extra is not None and program.kernel.registers.get(extra.lstrip("!")) == "pred"
+    source_size = program.reader(extra, "pred" if ignores else "u32") if extra else None
     index = program.instructions.index(instruction)
 
     def execute(machine, fragment):
@@ -466,21 +465,21 @@ def _async_copy(instruction, program):
 
         unit = fragment.unit
         lanes = fragment.lane_indices()
-        words = size // 4
-        values = []
-        take = np.full(unit.threads, size, np.uint32)
+        take = np.full(unit.threads, size, np.uint32)  # bytes to read; the rest becomes zero
         if source_size is not None:
             take = np.broadcast_to(source_size(fragment), (unit.threads,))
+            take = np.where(take, np.uint32(0), np.uint32(size)) if ignores else take
         address = source(fragment)
         if (fragment.active(address) % np.uint64(size)).any():
             raise MemoryFault(
                 f"{fragment.who()}, {where}: the source of a {size}-byte cp.async must be {size}-byte aligned"
             )
-        for w in range(words):
-            live = lanes[take[lanes] > 4 * w]
+        data = np.zeros((unit.threads, size), np.uint8)
+        for byte in range(size):
+            live = lanes[take[lanes] > byte]
             span = GlobalSpan(unit, fragment, np.broadcast_to(address, (unit.threads,)), live)
-            loaded = np.broadcast_to(span.load(4 * w, np.uint32, index), (unit.threads,))
-            values.append(np.where(take > 4 * w, loaded, np.uint32(0)))
+            data[live, byte] = np.broadcast_to(span.load(byte, np.uint8, index), (unit.threads,))[live]
+        values = data.view(np.uint32).T
         target = np.broadcast_to(destination(fragment), (unit.threads,))
 
         def complete(active):

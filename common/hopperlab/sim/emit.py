@@ -200,7 +200,7 @@ class SegmentWriter:
             if want == "bool_" or have == "bool_":
                 self.refuse(f"operand {operand}")
             same_size = SIZE_OF[have] == SIZE_OF[want]
-            if have[0] == "f" and same_size:
+            if index in self.program.rounded and same_size:
                 value = self.local(f"A.canonical_nan({value})", [index])
             return self.local(f"{value}.view({want})" if same_size else f"{value}.astype({want})", [index])
         if operand.startswith("!"):
@@ -480,7 +480,11 @@ class SegmentWriter:
 
     @emits(r"(abs|neg)\.(f32|f64)")
     def _float_sign(self, operands, match, name, type_name):
-        self.simple(operands, type_name, "np.abs({0})" if name == "abs" else "-{0}")
+        if type_name == "f64":  # a NaN keeps its sign
+            x = self.read(operands[1], type_name)
+            self.write(operands[0], type_name, f"A.where(np.isnan({x}), {x}, {'np.abs' if name == 'abs' else '-'}({x}))")
+        else:
+            self.simple(operands, type_name, "np.abs({0})" if name == "abs" else "-{0}")
 
     @emits(r"copysign\.(f32|f64)")
     def _copy_sign(self, operands, match, type_name):
@@ -492,7 +496,7 @@ class SegmentWriter:
         tiny = f"np.finfo({NUMPY[type_name]}).tiny"
         tests = {
             "finite": "np.isfinite({0})", "infinite": "np.isinf({0})", "number": "~np.isnan({0})", "notanumber": "np.isnan({0})",
-            "normal": "np.isfinite({0}) & (np.abs({0}) >= {1})", "subnormal": "({0} != 0) & (np.abs({0}) < {1})",
+            "normal": "np.isfinite({0}) & ((np.abs({0}) >= {1}) | ({0} == 0))", "subnormal": "({0} != 0) & (np.abs({0}) < {1})",
         }  # fmt: skip
         self.write(operands[0], "pred", tests[what].format(x, tiny))
 
@@ -673,8 +677,9 @@ class SegmentWriter:
     def _store(self, operands, match, space, vector, type_name):
         base, offset = self.address(operands[0])
         values = [self.read(v, type_name) for v in split_operands(operands[1].strip("{}"))]
-        if type_name[0] == "f" and type_name in ("f32", "f64"):
-            values = [f"A.canonical_nan({v})" if not v.startswith("K") else v for v in values]
+        if type_name == "f32":
+            rounded = {f"r{i}" for i in self.program.rounded}
+            values = [f"A.canonical_nan({v})" if v in rounded else v for v in values]
         span = self.span((space or "").split("::")[0], base)
         where = self.positions[id(self.instruction)]
         self.lines.append(f"{span}.store({offset}, {NUMPY[type_name]}, {where}, {', '.join(values)})")
@@ -769,7 +774,7 @@ class SegmentWriter:
         elif to == "bf16" and mode == "rz":
             value = f"A.f32_to_bf16({value}, 'rz')"
         elif to == "f16":
-            value = f"A.round_from_odd({value}.astype(float64), np.float16, {mode!r}).view(uint16)"
+            value = f"A.f32_to_f16(A.round_from_odd({value}.astype(float64), np.float16, {mode!r}).astype(float32))"
         else:
             self.refuse(f"rounding mode {mode}")
         self.write(operands[0], to, value)

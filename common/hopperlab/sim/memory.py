@@ -179,14 +179,18 @@ class Span:
         lanes = np.arange(self.unit.threads) if self.lanes is None else self.lanes
         index = np.full(lanes.size, index) if type(index) is int else index
         values = [np.broadcast_to(self._active(v), lanes.shape) for v in operands]
-        if not returns and operation in _UFUNCS and kind.kind in "iuf" and kind.itemsize > 2:
+        flush = operation == "add" and dtype is np.float32 and self.space == "global"
+        if not returns and operation in _UFUNCS and not flush:
             _UFUNCS[operation].at(view, index, values[0])
             return None
         step, old = ATOMICS.get(operation) or _half_atomic(operation), np.zeros(lanes.size, dtype)
         with np.errstate(all="ignore"):
             for i, at in enumerate(index.tolist()):
                 old[i] = view[at]
-                view[at] = step(old[i], *[v[i] for v in values])
+                if flush:  # atom.add.f32 on global memory takes and gives zeros for subnormal numbers
+                    view[at] = _flushed(_flushed(old[i]) + _flushed(values[0][i]))
+                else:
+                    view[at] = step(old[i], *[v[i] for v in values])
         if self.lanes is None:
             return old
         result = np.zeros(self.unit.threads, dtype)
@@ -437,6 +441,10 @@ ATOMICS = {
     "dec": lambda old, x: x if old == 0 or old > x else old - 1,
     "cas": lambda old, compare, x: x if old == compare else old,
 }
+
+
+def _flushed(x):
+    return np.copysign(np.float32(0), x) if abs(x) < np.float32(2**-126) else arithmetic.canonical_nan(x)
 
 
 def _half_atomic(name):

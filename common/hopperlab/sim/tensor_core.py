@@ -119,7 +119,7 @@ def _accumulate_special(a, b, c, a_exponent, b_exponent, rule):
 
 
 def _infinities(a, b, c, sign):
-    products = a[:, None, :] * b[None, :, :]
+    products = a.astype(np.float64)[:, None, :] * b[None, :, :]
     return ((products == sign * np.inf).any(2)) | (c == sign * np.inf)
 
 
@@ -177,8 +177,9 @@ def tile_chunks(descriptor, rows, k_bytes, transposed=False):
             address = start + r // 8 * stride + r % 8 * span + c * 16
         else:
             address = start + r // 8 * stride + r % 8 * 16 + c * leading
-    # The pattern is anchored to the address bits; base_offset shifts it for tiles that start elsewhere.
-    found = swizzle(address + (base << 7), span) - (base << 7) if span else address
+    # The pattern is anchored to the address bits. The base offset is the phase at which the tile starts and is taken off
+    # first: an H200 computes with the address minus base * 128 (ISA 9.7.15.5.1.2.2 defines base as bits 7 to 9 of it).
+    found = swizzle(address - (base << 7), span) + (base << 7) if span else address
     if len(_tiles) > 4096:
         _tiles.clear()
     _tiles[key] = found

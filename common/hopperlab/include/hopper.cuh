@@ -146,8 +146,9 @@ __device__ __forceinline__ void cluster_sync() {
 
 // ---- TMA: tensor copies, ISA 9.7.9.27 -------------------------------------------------------------------------------
 // One thread issues one copy of a whole box. Coordinates are in elements, innermost first, and may lie outside of the
-// tensor: loads fill with zeros, stores skip. The shared address must be 128-byte aligned, and aligned to 1024 bytes for a
-// 128-byte swizzle whose tiles a wgmma descriptor addresses. All threads of a warp issuing it copy 32 times.
+// tensor: loads fill with zeros, stores skip. The innermost one, times the element size, must be a multiple of 16 bytes, out
+// of bounds too: otherwise an H200 stops with "illegal instruction". The shared address must be 128-byte aligned, and aligned
+// to 1024 bytes for a 128-byte swizzle whose tiles a wgmma descriptor addresses. All threads of a warp issuing it copy 32 times.
 
 __device__ __forceinline__ void tma_prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

@@ -133,6 +133,15 @@ class _Copy:
                 f"{fragment.who()}, {self.where}: {len(columns)} coordinates for a tensor map of {box.map.rank} "
                 "dimensions"
             )
+        for coordinate in columns[0]:
+            at = coordinate * box.map.element_bytes
+            if at % 16:
+                raise Hazard(
+                    f"{fragment.who()}, {self.where}: the innermost coordinate of the TMA {kind} is {coordinate}, which is"
+                    f" {at} bytes from the start of the row ({box.map.element_bytes} bytes per element). It must be a multiple of"
+                    " 16 bytes, also where the box leaves the tensor: a GPU stops here with 'illegal instruction'. Step by"
+                    f" multiples of {16 // box.map.element_bytes} elements; the other coordinates are free."
+                )
         places = fragment.active(shared_place(fragment, self.shared(fragment))).tolist()
         rows = list(zip(places, zip(*columns)))
         if fragment.n > 1 and len(set(rows)) < len(rows) and machine.check:

@@ -293,31 +293,34 @@ for itemsize, dtype in ((1, U8), (2, U16), (4, U32), (8, U64)):
 for swizzle in (32, 64, 128):
     tma_load(f"swizzle_{swizzle}", (40, 256), U8, (swizzle, 20), (32, 4), swizzle=swizzle)
     tma_load(f"swizzle_{swizzle}_16bit", (40, 128), U16, (swizzle // 2, 12), (16, 4), swizzle=swizzle)
-    tma_load(f"swizzle_{swizzle}_edge", (40, 240), U8, (swizzle, 20), (240 - swizzle // 2 - 8, 30), swizzle=swizzle)
+    tma_load(f"swizzle_{swizzle}_edge", (40, 240), U8, (swizzle, 20), ((232 - swizzle // 2) // 16 * 16, 30), swizzle=swizzle,
+             window=(slice(0, 40), slice(0, 232)))  # fmt: skip
 tma_load("swizzle_128_offset_128", (40, 256), U8, (128, 20), (0, 0), offset=128, swizzle=128)
 tma_load("swizzle_128_offset_640", (40, 256), U8, (128, 9), (0, 0), offset=640, swizzle=128)
 tma_load("swizzle_64_offset_384", (40, 256), U8, (64, 9), (0, 0), offset=384, swizzle=64)
 tma_load("swizzle_32_offset_128", (40, 256), U8, (32, 9), (0, 0), offset=128, swizzle=32)
 
-for side, at in {"left": (-5, 4), "right": (70, 4), "top": (8, -3), "bottom": (8, 18), "top_left": (-31, -7), "top_right": (79, -7),
-                 "bottom_left": (-31, 23), "bottom_right": (79, 23), "outside_left": (-32, 0), "outside_right": (80, 0),
+# The innermost coordinate must be a multiple of 16 bytes. Rows end inside a 16-byte piece all the same: the map covers 75 of 80.
+RAGGED = (slice(0, 24), slice(0, 75))
+for side, at in {"left": (-16, 4), "right": (64, 4), "top": (16, -3), "bottom": (16, 18), "top_left": (-16, -7), "top_right": (64, -7),
+                 "bottom_left": (-16, 23), "bottom_right": (64, 23), "outside_left": (-32, 0), "outside_right": (80, 0),
                  "outside_top": (0, -8), "outside_bottom": (0, 24), "far_outside": (-2000000000, 2000000000)}.items():  # fmt: skip
-    tma_load(f"bounds_{side}", (24, 80), U8, (32, 8), at)
+    tma_load(f"bounds_{side}", (24, 80), U8, (32, 8), at, window=RAGGED)
 tma_load("bounds_all_sides", (6, 16), U16, (32, 10), (-8, -2))
 tma_load("fill_nan_f16", (24, 64), U16, (32, 8), (48, 20), fill_nan=True, view="float16")
 tma_load("fill_nan_bf16", (24, 64), U16, (32, 8), (-16, 20), fill_nan=True, view="bfloat16")
 tma_load("fill_nan_f32", (24, 64), U32, (16, 8), (56, -4), fill_nan=True, view="float32")
 tma_load("fill_nan_f64", (24, 64), U64, (8, 8), (60, -4), fill_nan=True, view="float64")
 
-tma_load("rank_1", (500,), U8, (64,), (100,))
-tma_load("rank_1_edge", (500,), U32, (128,), (450,))
-tma_load("rank_2_window", (30, 96), U8, (48, 6), (40, 20), window=(slice(2, 28), slice(16, 84)))
+tma_load("rank_1", (500,), U8, (64,), (96,))
+tma_load("rank_1_edge", (501,), U32, (128,), (448,))
+tma_load("rank_2_window", (30, 96), U8, (48, 6), (32, 22), window=(slice(2, 28), slice(16, 84)))
 tma_load("rank_3", (5, 7, 32), U16, (16, 4, 3), (8, 2, 1))
 tma_load("rank_3_bounds", (5, 7, 32), U16, (16, 4, 3), (24, -1, 3))
 tma_load("rank_3_swizzle_128", (5, 11, 256), U8, (128, 6, 3), (64, 2, 1), swizzle=128)
-tma_load("rank_4", (3, 4, 5, 32), U8, (16, 3, 2, 2), (8, 1, 1, 1))
-tma_load("rank_4_bounds", (3, 4, 5, 32), U8, (16, 3, 2, 2), (24, 3, -1, 2))
-tma_load("rank_5", (3, 2, 4, 5, 32), U8, (16, 3, 2, 2, 2), (8, 1, 1, 0, 1))
+tma_load("rank_4", (3, 4, 5, 32), U8, (16, 3, 2, 2), (16, 1, 1, 1))
+tma_load("rank_4_bounds", (3, 4, 5, 32), U8, (16, 3, 2, 2), (16, 3, -1, 2), window=(..., slice(0, 27)))
+tma_load("rank_5", (3, 2, 4, 5, 32), U8, (16, 3, 2, 2, 2), (16, 1, 1, 0, 1))
 tma_load("rank_5_bounds", (3, 2, 4, 5, 32), U32, (8, 3, 2, 2, 2), (-4, 3, 3, -1, 2), swizzle=32)
 tma_load("element_strides", (32, 128), U8, (64, 16), (16, 3), element_strides=(1, 2))
 tma_load("element_strides_3", (20, 14, 32), U16, (32, 9, 8), (0, 1, 2), element_strides=(1, 4, 3))
@@ -334,22 +337,25 @@ def tma_store(name, shape, dtype, box, at, offset=0, **options) -> None:
 
 for swizzle in (0, 32, 64, 128):
     tma_store(f"swizzle_{swizzle}", (24, 160), U8, (swizzle or 48, 12), (16, 5), swizzle=swizzle)
-for side, at in {"left": (-5, 4), "right": (70, 4), "top": (8, -3), "bottom": (8, 18), "top_left": (-31, -7), "bottom_right": (79, 23),
-                 "outside": (80, 3), "far_outside": (-2000000000, 0)}.items():  # fmt: skip
-    tma_store(f"bounds_{side}", (24, 80), U8, (32, 8), at)
+for side, at in {"left": (-16, 4), "right": (64, 4), "top": (16, -3), "bottom": (16, 18), "top_left": (-16, -7), "bottom_right": (64, 23),
+                 "outside": (80, 3), "far_outside": (-4096, 0)}.items():  # fmt: skip
+    tma_store(f"bounds_{side}", (24, 80), U8, (32, 8), at, window=RAGGED)
 tma_store("bytes_2", (24, 64), U16, (32, 8), (40, 4))
-tma_store("bytes_4", (24, 32), U32, (32, 8), (-3, 4), swizzle=128)
+tma_store("bytes_4", (24, 32), U32, (32, 8), (-4, 4), swizzle=128)
 tma_store("bytes_8", (24, 16), U64, (8, 8), (10, 18), swizzle=64)
-tma_store("window", (24, 96), U8, (48, 6), (-8, 20), window=(slice(1, 23), slice(16, 84)))
-tma_store("rank_1", (300,), U8, (64,), (250,))
-tma_store("rank_3", (4, 6, 32), U8, (16, 3, 2), (20, 4, -1))
-tma_store("rank_4", (3, 4, 5, 32), U8, (16, 3, 2, 2), (24, 3, -1, 2))
-tma_store("rank_5", (3, 2, 4, 5, 32), U8, (16, 3, 2, 2, 2), (-8, 3, 3, -1, 2))
+tma_store("window", (24, 96), U8, (48, 6), (-16, 20), window=(slice(1, 23), slice(16, 84)))
+tma_store("window_right", (24, 96), U8, (48, 6), (32, 20), window=(slice(1, 23), slice(16, 84)))
+tma_store("rank_1", (300,), U8, (64,), (240,))
+tma_store("rank_3", (4, 6, 32), U8, (16, 3, 2), (16, 4, -1), window=(..., slice(0, 27)))
+tma_store("rank_4", (3, 4, 5, 32), U8, (16, 3, 2, 2), (16, 3, -1, 2), window=(..., slice(0, 27)))
+tma_store("rank_5", (3, 2, 4, 5, 32), U8, (32, 3, 2, 2, 2), (-16, 3, 3, -1, 2))
 tma_store("swizzle_128_offset_384", (24, 160), U8, (128, 9), (0, 0), offset=384, swizzle=128)
 
 
 def tma_reduce(operation, dtype, view=None, kind=None) -> None:
-    box, shape = (64 // np.dtype(dtype).itemsize, 6), (12, 256 // np.dtype(dtype).itemsize)
+    # The box reaches 16 bytes and one element out of the tensor.
+    piece = 16 // np.dtype(dtype).itemsize
+    box, shape = (4 * piece, 6), (12, 16 * piece)
 
     def arguments(rng):
         count = int(np.prod(shape))
@@ -359,7 +365,8 @@ def tma_reduce(operation, dtype, view=None, kind=None) -> None:
         else:
             initial, a = bits(rng, shape, dtype), bits(rng, int(np.prod(box)), dtype)
             initial[:, ::3], a[::2] = 6, 7
-        return [Map(Out(shape, dtype, initial), box, view=view, swizzle=64), a.view(U32), 384, shape[1] - box[0] + 2, 4]
+        inside = (slice(0, 12), slice(0, shape[1] - 1))
+        return [Map(Out(shape, dtype, initial), box, view=view, swizzle=64, window=inside), a.view(U32), 384, 13 * piece, 4]
 
     add(f"tma_reduce/{operation}_{view or dtype}", "tma.cu", "tma_reduce", arguments, **tma_launch(2, 384, OPERATION=operation))
 

@@ -37,7 +37,7 @@ class Out:
 
 @dataclass(frozen=True, eq=False)
 class Map:
-    """A tensor map argument. window: slices of the array that the map covers. view: its torch dtype, if NumPy has no such.
+    """A tensor map argument. window: indices of the part that the map covers. view: its torch dtype, if NumPy has no such.
 
     The other fields are those of :meth:`hopperlab.tensormap.TensorMap.tiled`.
     """
@@ -48,7 +48,7 @@ class Map:
     element_strides: tuple[int, ...] | None = None
     fill_nan: bool = False
     view: str | None = None
-    window: tuple[slice, ...] = ()
+    window: tuple = ()
 
 
 @dataclass(frozen=True)

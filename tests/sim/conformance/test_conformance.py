@@ -2,11 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 from cases import CASES, REFUSED
-from suite import COMMAND, RECORD, run
+from suite import COMMAND, RECORD, Case, Map, Out, run
 
-from hopperlab.sim import UnknownInstruction
+from hopperlab.sim import Hazard, UnknownInstruction
 
 RECORDED = json.loads(RECORD.read_text())["cases"] if RECORD.exists() else {}
 ORDERS = {"lazy": {"order": "lazy"}, "eager": {"order": "eager"}, "seed 1": {"seed": 1}, "seed 2": {"seed": 2}}
@@ -29,6 +30,26 @@ def test_equals_hardware(case):
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in REFUSED], ids=lambda case: case.name)
 def test_refused_by_name(case):
     with pytest.raises(UnknownInstruction):
+        run(case)
+
+
+@pytest.mark.parametrize("x", [-5, 1, 9])
+@pytest.mark.parametrize("entry", ["tma_load", "tma_store", "tma_reduce"])
+def test_refuses_innermost_coordinate_off_16_bytes(entry, x):
+    """An H200 answers these with "illegal instruction", inside of the tensor and out of it."""
+    tensor = np.zeros((24, 80), "uint32" if entry == "tma_reduce" else "uint8")
+    itemsize = tensor.itemsize
+    mapped = Map(Out(tensor.shape, tensor.dtype.name, tensor), (32 // itemsize, 8))
+    arguments = {
+        "tma_load": [mapped, Out((128,)), 256, 512, 0, x, 4, 0, 0, 0],
+        "tma_store": [mapped, np.zeros(64, "uint32"), 256, 0, x, 4, 0, 0, 0],
+        "tma_reduce": [mapped, np.zeros(64, "uint32"), 256, x, 4],
+    }[entry]
+    constants = {"RANK": 2} | ({"OPERATION": "add"} if entry == "tma_reduce" else {})
+    case = Case(f"refused/{entry}", "tma.cu", entry, lambda rng: arguments, block=128, shared_bytes=2048, constants=constants)
+    kind = "load" if entry == "tma_load" else "store"
+    expected = rf"line \d+ of \S+.*innermost coordinate of the TMA {kind} is {x}, which is {x * itemsize} bytes.*multiple of 16"
+    with pytest.raises(Hazard, match=expected):
         run(case)
 
 

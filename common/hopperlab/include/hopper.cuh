@@ -1,9 +1,10 @@
 // Thin wrappers over the PTX instructions of Hopper (sm_90a) that CUDA C++ has no name for.
 //
-// One wrapper, one instruction. Each says which section of the PTX ISA describes it ("ISA"), the unit of its arguments,
-// and what breaks if it is wrong. No other header is needed: no CUDA toolkit, no CUTLASS.
+// One wrapper, one instruction. Each says which section of the PTX ISA describes it, the unit of its arguments, and
+// what breaks if it is wrong. No other header is needed: no CUDA toolkit, no CUTLASS.
 //
-// Sections: https://docs.nvidia.com/cuda/parallel-thread-execution (numbers of PTX ISA 9.0).
+// "ISA: x" is the section of the PTX ISA that is titled x (https://docs.nvidia.com/cuda/parallel-thread-execution); its
+// number differs between versions.
 
 #pragma once
 
@@ -14,8 +15,9 @@ typedef unsigned long long u64;
 
 // ---- addresses and indices ------------------------------------------------------------------------------------------
 
-// A TMA tensor map: 128 opaque bytes that the host encodes. ISA 5.5.8. Pass it as `const __grid_constant__ TensorMap`:
-// without __grid_constant__ the compiler copies it to local memory, where the copy engine cannot read it.
+// A TMA tensor map: 128 opaque bytes that the host encodes. ISA: Tensor-map. Pass it as a parameter of type
+// `const __grid_constant__ TensorMap`: without __grid_constant__ the compiler copies it to local memory, where the copy
+// engine cannot read it.
 struct alignas(64) TensorMap {
   u8 opaque[128];
 };
@@ -31,44 +33,45 @@ __device__ __forceinline__ u32 lane_id() {
   return lane;
 }
 
-// Rank of this CTA in its cluster. ISA 10.16. 0 when the kernel is launched without clusters.
+// Rank of this CTA in its cluster. ISA: %cluster_ctarank. 0 when the kernel is launched without clusters.
 __device__ __forceinline__ u32 cluster_rank() {
   u32 rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
 
-// True in exactly one thread of a converged warp. ISA 9.7.14.15 (elect.sync). Cheaper than `lane == 0`: the compiler then
-// knows that one thread runs the branch. Called by a diverged warp it hangs.
+// True in exactly one thread of a converged warp. ISA: elect.sync. Cheaper than `lane == 0`: the compiler then knows
+// that one thread runs the branch. Called by a diverged warp it hangs.
 __device__ __forceinline__ bool elect_one() {
   u32 elected;
   asm volatile("{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
   return elected;
 }
 
-// ---- mbarrier: ISA 9.7.13.15 ----------------------------------------------------------------------------------------
+// ---- ISA: mbarrier --------------------------------------------------------------------------------------------------
 // A 64-bit object in shared memory, 8-byte aligned. A phase completes when `count` arrivals were made and every byte
 // that was announced has landed. Waiting names the parity of the phase that must have completed: 0 for the first, 1 for
-// the second, and so on. A fresh barrier counts as having completed a phase of parity 1, so that a producer's first wait
-// for an empty slot, with parity 1, passes at once.
+// the second, and so on. A fresh barrier counts as having completed a phase of parity 1, so that a producer's first
+// wait for an empty slot, with parity 1, passes at once.
 
-// Once, by one thread. Everyone else may touch the barrier only after fence_mbarrier_init() and a barrier of the CTA (or
-// of the cluster, if other CTAs or multicasts arrive on it). count: arrivals per phase.
+// Once, by one thread. Everyone else may touch the barrier only after fence_mbarrier_init() and a barrier of the CTA
+// (or of the cluster, if other CTAs or multicasts arrive on it). count: arrivals per phase. ISA: mbarrier.init.
 __device__ __forceinline__ void mbarrier_init(u64* barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine and to other CTAs of the cluster. ISA 9.7.13.4 (fence).
+// Makes initialised barriers visible to the copy engine and to other CTAs of the cluster. ISA: fence.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 // One arrival of the calling thread. Every thread that calls it counts: let as many call it as `count` says.
+// ISA: mbarrier.arrive.
 __device__ __forceinline__ void mbarrier_arrive(u64* barrier) {
   asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// One arrival on the barrier at the same place in CTA `rank` of the cluster. ISA 9.7.9.24 (mapa) finds its address.
+// One arrival on the barrier at the same place in CTA `rank` of the cluster. ISA: mapa finds its address.
 __device__ __forceinline__ void mbarrier_arrive_remote(u64* barrier, u32 rank) {
   asm volatile(
       "{\n .reg .b32 remote;\n mapa.shared::cluster.u32 remote, %0, %1;\n"
@@ -76,19 +79,21 @@ __device__ __forceinline__ void mbarrier_arrive_remote(u64* barrier, u32 rank) {
       : "memory");
 }
 
-// One arrival, and `bytes` more to wait for in this phase. Must be the exact sum of what the copies of the phase deliver
-// to this CTA: too few and the phase ends before the data is there, too many and it never ends. Bytes out of bounds of
-// the tensor count too: a box always delivers all of its bytes.
+// One arrival, and `bytes` more to wait for in this phase. Must be the exact sum of what the copies of the phase
+// deliver to this CTA: too few and the phase ends before the data is there, too many and it never ends. Bytes out of
+// bounds of the tensor count too: a box always delivers all of its bytes. ISA: mbarrier.arrive, expect_tx.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(u64* barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;"
+      ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
-// Is the phase of this parity complete? Does not wait.
+// Is the phase of this parity complete? Does not wait. ISA: mbarrier.test_wait.
 __device__ __forceinline__ bool mbarrier_test(u64* barrier, u32 parity) {
   u32 done;
   asm volatile(
-      "{\n .reg .pred p;\n mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
+      "{\n .reg .pred p;\n mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+      " selp.u32 %0, 1, 0, p;\n}"
       : "=r"(done)
       : "r"(shared_address(barrier)), "r"(parity)
       : "memory");
@@ -96,26 +101,26 @@ __device__ __forceinline__ bool mbarrier_test(u64* barrier, u32 parity) {
 }
 
 // Wait until the phase of this parity is complete. try_wait may give up after a while, hence the loop. The wrong parity
-// passes at once (stale data) or never (deadlock).
+// passes at once (stale data) or never (deadlock). ISA: mbarrier.try_wait.
 __device__ __forceinline__ void mbarrier_wait(u64* barrier, u32 parity) {
   asm volatile(
-      "{\n .reg .pred done;\nwait:\n mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n @!done bra wait;\n}"
-      ::"r"(shared_address(barrier)), "r"(parity)
-      : "memory");
+      "{\n .reg .pred done;\nwait:\n mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done,"
+      " [%0], %1;\n @!done bra wait;\n}"
+      ::"r"(shared_address(barrier)), "r"(parity) : "memory");
 }
 
 // The same where other CTAs arrive or multicast: their writes become visible too.
 __device__ __forceinline__ void mbarrier_wait_cluster(u64* barrier, u32 parity) {
   asm volatile(
-      "{\n .reg .pred done;\nwait:\n mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n @!done bra wait;\n}"
-      ::"r"(shared_address(barrier)), "r"(parity)
-      : "memory");
+      "{\n .reg .pred done;\nwait:\n mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done,"
+      " [%0], %1;\n @!done bra wait;\n}"
+      ::"r"(shared_address(barrier)), "r"(parity) : "memory");
 }
 
 // ---- fences and barriers --------------------------------------------------------------------------------------------
 
-// Ordinary stores of this thread to shared memory become visible to TMA and wgmma, which read through another proxy. ISA
-// 9.7.13.4, 8.3 (proxies). Each writing thread calls it, then a barrier, then the copy. Without it stale bytes are read.
+// Ordinary stores of this thread to shared memory become visible to TMA and wgmma, which read through another proxy.
+// Each writing thread calls it, then a barrier, then the copy. Without it stale bytes are read. ISA: fence, Proxies.
 __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -125,7 +130,8 @@ __device__ __forceinline__ void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Barrier of `threads` threads (a multiple of 32) with number 1 to 15; 0 is __syncthreads. ISA 9.7.13.1 (bar).
+// Barrier of `threads` threads (a multiple of 32) with number 1 to 15; 0 is __syncthreads. ISA: bar.
+// The wrong count hangs, or lets threads go on too early.
 __device__ __forceinline__ void named_barrier_sync(u32 number, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
@@ -135,91 +141,125 @@ __device__ __forceinline__ void named_barrier_arrive(u32 number, u32 threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// Barrier of all threads of the cluster, in two halves. ISA 9.7.13.3. Needed after mbarrier_init and before a CTA exits
-// whose shared memory a peer may still write or arrive on.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Barrier of all threads of the cluster, in two halves. ISA: barrier.cluster. Needed after mbarrier_init and before a
+// CTA exits whose shared memory a peer may still write or arrive on.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_sync() {
   cluster_arrive();
   cluster_wait();
 }
 
-// ---- TMA: tensor copies, ISA 9.7.9.27 -------------------------------------------------------------------------------
+// ---- TMA. ISA: cp.async.bulk.tensor ---------------------------------------------------------------------------------
 // One thread issues one copy of a whole box. Coordinates are in elements, innermost first, and may lie outside of the
-// tensor: loads fill with zeros, stores skip. The innermost one, times the element size, must be a multiple of 16 bytes, out
-// of bounds too: otherwise an H200 stops with "illegal instruction". The shared address must be 128-byte aligned, and aligned
-// to 1024 bytes for a 128-byte swizzle whose tiles a wgmma descriptor addresses. All threads of a warp issuing it copy 32 times.
+// tensor: loads fill with zeros, stores skip. The innermost one, times the element size, must be a multiple of 16
+// bytes, out of bounds too: otherwise an H200 stops with "illegal instruction". The shared address must be 128-byte
+// aligned, and 1024-byte aligned for a 128-byte swizzle whose tiles a wgmma descriptor addresses. If all threads of a
+// warp issue it, it copies 32 times.
 
 __device__ __forceinline__ void tma_prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// How long L2 keeps what a copy touches: the cache policies that createpolicy would make. ISA 9.7.9.18.
+// How long L2 keeps what a copy touches: the cache policies that createpolicy would make. ISA: createpolicy.
 constexpr u64 L2EvictNormal = 0x1000000000000000ull;
 constexpr u64 L2EvictFirst = 0x12F0000000000000ull;   // read once: do not push out what others reuse
 constexpr u64 L2EvictLast = 0x14F0000000000000ull;    // reused by many CTAs: keep
 
-// Global -> shared memory of this CTA. Delivers the box's bytes to `barrier`. ISA 9.7.9.27.5.2.
+// Global -> shared memory of this CTA. Delivers the box's bytes to `barrier`.
 __device__ __forceinline__ void tma_load_1d(void* destination, const TensorMap* map, u64* barrier, int x) {
-  asm volatile("cp.async.bulk.tensor.1d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3}], [%2];"
-               ::"r"(shared_address(destination)), "l"(map), "r"(shared_address(barrier)), "r"(x) : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.1d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3}], [%2];"
+      ::"r"(shared_address(destination)), "l"(map), "r"(shared_address(barrier)), "r"(x) : "memory");
 }
 __device__ __forceinline__ void tma_load_2d(void* destination, const TensorMap* map, u64* barrier, int x, int y) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
-               ::"r"(shared_address(destination)), "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y) : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+      ::"r"(shared_address(destination)), "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y) : "memory");
 }
-__device__ __forceinline__ void tma_load_3d(void* destination, const TensorMap* map, u64* barrier, int x, int y, int z) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
-               ::"r"(shared_address(destination)), "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z) : "memory");
+__device__ __forceinline__ void tma_load_3d(void* destination, const TensorMap* map, u64* barrier, int x, int y,
+    int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5}], [%2];"
+      ::"r"(shared_address(destination)), "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z) : "memory");
 }
-__device__ __forceinline__ void tma_load_4d(void* destination, const TensorMap* map, u64* barrier, int x, int y, int z, int w) {
-  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
-               ::"r"(shared_address(destination)), "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+__device__ __forceinline__ void tma_load_4d(void* destination, const TensorMap* map, u64* barrier, int x, int y, int z,
+    int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2];"
+      ::"r"(shared_address(destination)), "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
 }
-__device__ __forceinline__ void tma_load_5d(void* destination, const TensorMap* map, u64* barrier, int x, int y, int z, int w, int v) {
-  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
-               ::"r"(shared_address(destination)), "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v) : "memory");
+__device__ __forceinline__ void tma_load_5d(void* destination, const TensorMap* map, u64* barrier, int x, int y, int z,
+    int w, int v) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
+      ::"r"(shared_address(destination)), "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v)
+      : "memory");
 }
 
 // The same with an L2 policy.
-__device__ __forceinline__ void tma_load_2d(void* destination, const TensorMap* map, u64* barrier, int x, int y, u64 policy) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
-               " [%0], [%1, {%4, %5}], [%2], %3;"
-               ::"r"(shared_address(destination)), "l"(map), "r"(shared_address(barrier)), "l"(policy), "r"(x), "r"(y) : "memory");
+__device__ __forceinline__ void tma_load_2d(void* destination, const TensorMap* map, u64* barrier, int x, int y,
+    u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%4, %5}], [%2], %3;"
+      ::"r"(shared_address(destination)), "l"(map), "r"(shared_address(barrier)), "l"(policy), "r"(x), "r"(y)
+      : "memory");
 }
-__device__ __forceinline__ void tma_load_3d(void* destination, const TensorMap* map, u64* barrier, int x, int y, int z, u64 policy) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
-               " [%0], [%1, {%4, %5, %6}], [%2], %3;"
-               ::"r"(shared_address(destination)), "l"(map), "r"(shared_address(barrier)), "l"(policy), "r"(x), "r"(y), "r"(z) : "memory");
-}
-
-// Global -> the same place in the shared memory of every CTA of the cluster whose bit is set in `mask`; each of them gets
-// the bytes on its own barrier at the same place, so each must expect them. A CTA missing in the mask waits for ever.
-__device__ __forceinline__ void tma_load_multicast_1d(void* destination, const TensorMap* map, u64* barrier, u16 mask, int x) {
-  asm volatile("cp.async.bulk.tensor.1d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-               " [%0], [%1, {%4}], [%2], %3;"
-               ::"r"(shared_address(destination)), "l"(map), "r"(shared_address(barrier)), "h"(mask), "r"(x) : "memory");
-}
-__device__ __forceinline__ void tma_load_multicast_2d(void* destination, const TensorMap* map, u64* barrier, u16 mask, int x, int y) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-               " [%0], [%1, {%4, %5}], [%2], %3;"
-               ::"r"(shared_address(destination)), "l"(map), "r"(shared_address(barrier)), "h"(mask), "r"(x), "r"(y) : "memory");
-}
-__device__ __forceinline__ void tma_load_multicast_3d(void* destination, const TensorMap* map, u64* barrier, u16 mask, int x, int y, int z) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-               " [%0], [%1, {%4, %5, %6}], [%2], %3;"
-               ::"r"(shared_address(destination)), "l"(map), "r"(shared_address(barrier)), "h"(mask), "r"(x), "r"(y), "r"(z) : "memory");
-}
-__device__ __forceinline__ void tma_load_multicast_2d(void* destination, const TensorMap* map, u64* barrier, u16 mask, int x, int y,
-                                                      u64 policy) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-               ".L2::cache_hint [%0], [%1, {%5, %6}], [%2], %3, %4;"
-               ::"r"(shared_address(destination)), "l"(map), "r"(shared_address(barrier)), "h"(mask), "l"(policy), "r"(x), "r"(y)
-               : "memory");
+__device__ __forceinline__ void tma_load_3d(void* destination, const TensorMap* map, u64* barrier, int x, int y, int z,
+    u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%4, %5, %6}], [%2], %3;"
+      ::"r"(shared_address(destination)), "l"(map), "r"(shared_address(barrier)), "l"(policy), "r"(x), "r"(y), "r"(z)
+      : "memory");
 }
 
-// Shared -> global. Joins the thread's current bulk group. Before it: fence_proxy_async_shared() by every thread that wrote
-// the tile, then a barrier with the issuing thread. ISA 9.7.9.27.5.2.
+// Global -> the same place in the shared memory of every CTA of the cluster whose bit is set in `mask`; each of them
+// gets the bytes on its own barrier at the same place, so each must expect them. A CTA missing in the mask waits for
+// ever.
+__device__ __forceinline__ void tma_load_multicast_1d(void* destination, const TensorMap* map, u64* barrier, u16 mask,
+    int x) {
+  asm volatile(
+      "cp.async.bulk.tensor.1d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%4}], [%2], %3;"
+      ::"r"(shared_address(destination)), "l"(map), "r"(shared_address(barrier)), "h"(mask), "r"(x) : "memory");
+}
+__device__ __forceinline__ void tma_load_multicast_2d(void* destination, const TensorMap* map, u64* barrier, u16 mask,
+    int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%4, %5}], [%2], %3;"
+      ::"r"(shared_address(destination)), "l"(map), "r"(shared_address(barrier)), "h"(mask), "r"(x), "r"(y) : "memory");
+}
+__device__ __forceinline__ void tma_load_multicast_3d(void* destination, const TensorMap* map, u64* barrier, u16 mask,
+    int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%4, %5, %6}], [%2], %3;"
+      ::"r"(shared_address(destination)), "l"(map), "r"(shared_address(barrier)), "h"(mask), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+__device__ __forceinline__ void tma_load_multicast_2d(void* destination, const TensorMap* map, u64* barrier, u16 mask,
+    int x, int y, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint"
+      " [%0], [%1, {%5, %6}], [%2], %3, %4;"
+      ::"r"(shared_address(destination)), "l"(map), "r"(shared_address(barrier)), "h"(mask), "l"(policy), "r"(x), "r"(y)
+      : "memory");
+}
+
+// Shared -> global. Joins the thread's current bulk group. Before it: fence_proxy_async_shared() by every thread that
+// wrote the tile, then a barrier with the issuing thread.
 __device__ __forceinline__ void tma_store_1d(const TensorMap* map, const void* source, int x) {
   asm volatile("cp.async.bulk.tensor.1d.global.shared::cta.tile.bulk_group [%0, {%2}], [%1];"
                ::"l"(map), "r"(shared_address(source)), "r"(x) : "memory");
@@ -236,13 +276,15 @@ __device__ __forceinline__ void tma_store_4d(const TensorMap* map, const void* s
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
                ::"l"(map), "r"(shared_address(source)), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
-__device__ __forceinline__ void tma_store_5d(const TensorMap* map, const void* source, int x, int y, int z, int w, int v) {
-  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];"
-               ::"l"(map), "r"(shared_address(source)), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v) : "memory");
+__device__ __forceinline__ void tma_store_5d(const TensorMap* map, const void* source, int x, int y, int z, int w,
+    int v) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];"
+      ::"l"(map), "r"(shared_address(source)), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v) : "memory");
 }
 
-// Shared, added to global, element by element in the map's element type. ISA 9.7.9.27.5.3 (cp.reduce.async.bulk.tensor).
-// The order in which CTAs add is not defined, so float results can differ from run to run.
+// Shared, added to global, element by element in the map's element type. The order in which CTAs add is not defined, so
+// float results can differ from run to run. ISA: cp.reduce.async.bulk.tensor.
 __device__ __forceinline__ void tma_reduce_add_1d(const TensorMap* map, const void* source, int x) {
   asm volatile("cp.reduce.async.bulk.tensor.1d.global.shared::cta.add.tile.bulk_group [%0, {%2}], [%1];"
                ::"l"(map), "r"(shared_address(source)), "r"(x) : "memory");
@@ -256,11 +298,13 @@ __device__ __forceinline__ void tma_reduce_add_3d(const TensorMap* map, const vo
                ::"l"(map), "r"(shared_address(source)), "r"(x), "r"(y), "r"(z) : "memory");
 }
 
-// Plain bytes, no tensor map: addresses and size are multiples of 16. ISA 9.7.9.27.4 (cp.async.bulk).
+// Plain bytes, no tensor map: addresses and size are multiples of 16. ISA: cp.async.bulk.
 __device__ __forceinline__ void bulk_load(void* destination, const void* source, u32 bytes, u64* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(shared_address(destination)), "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(shared_address(barrier))
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      ::"r"(shared_address(destination)), "l"(__cvta_generic_to_global(source)), "r"(bytes),
+        "r"(shared_address(barrier))
+      : "memory");
 }
 __device__ __forceinline__ void bulk_store(void* destination, const void* source, u32 bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
@@ -284,8 +328,8 @@ __device__ __forceinline__ void tma_store_wait() {
 
 // ---- registers and launches -----------------------------------------------------------------------------------------
 
-// Registers per thread of the calling warpgroup, a multiple of 8 from 24 to 256. ISA 9.7.19.5. All four warps execute it.
-// The sum over the CTA's warpgroups must fit what the launch got, or the increase waits for ever.
+// Registers per thread of the calling warpgroup, a multiple of 8 from 24 to 256. All four warps execute it. The sum
+// over the CTA's warpgroups must fit what the launch got, or the increase waits for ever. ISA: setmaxnreg.
 template <int Registers>
 __device__ __forceinline__ void registers_increase() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
@@ -295,13 +339,13 @@ __device__ __forceinline__ void registers_decrease() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 
-// Programmatic dependent launch, ISA 9.7.13.14: wait for the grids before this one, let the next one start.
+// Programmatic dependent launch: wait for the grids before this one, let the next one start. ISA: griddepcontrol.
 __device__ __forceinline__ void wait_for_previous_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void launch_next_grid() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---- formats --------------------------------------------------------------------------------------------------------
 
-// Two floats -> two bf16 (or half) in one register, `low` in the low half; round to nearest even. ISA 9.7.9.22 (cvt).
+// Two floats -> two bf16 (or half) in one register, `low` in the low half; round to nearest even. ISA: cvt.
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
   u32 packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -313,7 +357,29 @@ __device__ __forceinline__ u32 pack_f16(float low, float high) {
   return packed;
 }
 
-// Two floats -> two FP8 in 16 bits, round to nearest even; beyond the range becomes the largest finite value, NaN stays.
+// Output types. store() rounds one float, pack<T>() two into a register.
+struct bf16 {
+  u16 bits;
+};
+struct fp16 {
+  u16 bits;
+};
+__device__ __forceinline__ void store(float* d, float x) { *d = x; }
+__device__ __forceinline__ void store(bf16* d, float x) { d->bits = pack_bf16(x, x) & 0xffff; }
+__device__ __forceinline__ void store(fp16* d, float x) { d->bits = pack_f16(x, x) & 0xffff; }
+template <typename T>
+__device__ u32 pack(float low, float high);
+template <>
+__device__ __forceinline__ u32 pack<bf16>(float low, float high) {
+  return pack_bf16(low, high);
+}
+template <>
+__device__ __forceinline__ u32 pack<fp16>(float low, float high) {
+  return pack_f16(low, high);
+}
+
+// Two floats -> two FP8 in 16 bits, round to nearest even; beyond the range becomes the largest finite value, NaN stays
+// NaN.
 __device__ __forceinline__ u16 pack_e4m3(float low, float high) {
   u16 packed;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
@@ -344,9 +410,9 @@ __device__ __forceinline__ float half_to_float(u16 half) {
 }
 __device__ __forceinline__ float bf16_to_float(u16 bits) { return __uint_as_float(u32(bits) << 16); }
 
-// ---- matrices through shared memory: ISA 9.7.14.5.15 (ldmatrix) and .16 (stmatrix) ---------------------------------------
+// ---- matrices through shared memory. ISA: ldmatrix, stmatrix --------------------------------------------------------
 // 8x8 matrices of 16-bit elements. Lane 8i + r gives the address of row r (16 bytes, 16-byte aligned) of matrix i; each
-// lane holds two neighbouring elements of row lane / 4 per matrix. Rows in the same four banks conflict: swizzle or pad.
+// lane holds two neighbouring elements of row lane / 4 per matrix. Rows in the same banks conflict: swizzle or pad.
 
 __device__ __forceinline__ void load_matrix_x4(u32 (&registers)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -366,22 +432,37 @@ __device__ __forceinline__ void store_matrix_x4_transposed(void* row, u32 r0, u3
                ::"r"(shared_address(row)), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
 }
 
-// D (16x8) = A (16x32) B (32x8) + D on one warp, operands in registers. ISA 9.7.14.5.14. On Hopper FP8 operands are widened
-// to half first: right, but at half the rate of wgmma and with another rounding.
-__device__ __forceinline__ void mma_e4m3_m16n8k32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-  asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
+// The two FP8 formats, as the types that mma_sync and wgmma take.
+struct e4m3 {};
+struct e5m2 {};
 
-// ---- wgmma: ISA 9.7.15 ----------------------------------------------------------------------------------------------
-// D (64 x N, in registers of a warpgroup) = A (64 x K, shared) times B (N x K, shared) + D, K = 32 bytes, asynchronously.
-// Order: wgmma_fence, one or more wgmma, wgmma_commit, wgmma_wait. Until the wait the registers of D belong to the tensor
-// core; compiling reports C7510/C7514 if other code touches them in between.
+// mma_sync<A, B>(d, a, b): D (16x8) = A (16x32) B (32x8) + D on one warp, operands in registers. ISA: mma.
+// Lane l holds rows l / 4 (a[0], a[2]; d[0], d[1]) and l / 4 + 8 (a[1], a[3]; d[2], d[3]) and column l / 4 of B; of k, bytes
+// l % 4 * 4 to + 3 (a[0], a[1], b[0]) and 16 further (a[2], a[3], b[1]); of D, columns l % 4 * 2 and the next.
+// On Hopper FP8 operands are widened to half first: right, but at half the rate of wgmma or less, and rounded in another way.
+template <typename A, typename B>
+__device__ void mma_sync(float (&d)[4], const u32 (&a)[4], const u32* b);
+#define MMA_SYNC_INSTANCE(A, B)                                                                                       \
+  template <>                                                                                                         \
+  __device__ __forceinline__ void mma_sync<A, B>(float (&d)[4], const u32 (&a)[4], const u32* b) {                    \
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.f32." #A "." #B ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7},"        \
+                 " {%8, %9}, {%0, %1, %2, %3};"                                                                       \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                                 \
+  }
+MMA_SYNC_INSTANCE(e4m3, e4m3)
+MMA_SYNC_INSTANCE(e4m3, e5m2)
+MMA_SYNC_INSTANCE(e5m2, e4m3)
+MMA_SYNC_INSTANCE(e5m2, e5m2)
+
+// ---- ISA: wgmma.mma_async -------------------------------------------------------------------------------------------
+// D (64 x N, in registers of a warpgroup) = A (64 x K, shared) times B (N x K, shared) + D, with K = 32 bytes,
+// asynchronously. Order: wgmma_fence, one or more wgmma, wgmma_commit, wgmma_wait. Until the wait the registers of D
+// belong to the tensor core; the compiler warns (C7514 and others) if other code touches them in between.
 
 enum class Swizzle : u32 { None = 0, Bytes128 = 1, Bytes64 = 2, Bytes32 = 3 };   // bits 62-63 of a descriptor
 
-// Describes one operand tile in shared memory. ISA 9.7.15.5.1.2.2 (matrix descriptor); all offsets in bytes.
+// Describes one operand tile in shared memory; all offsets in bytes. ISA: Matrix Descriptor Format (of wgmma).
 //   address   of the tile's first element, 16-byte aligned. The tile itself must start at a multiple of the swizzle's
 //             period (1024, 512 or 256 bytes); stepping along K inside it adds 32 bytes to the address.
 //   stride    from one group of 8 rows to the next: 8 * row length, 1024 for 128-byte rows.
@@ -391,13 +472,14 @@ __device__ __forceinline__ u64 matrix_descriptor(u32 address, Swizzle swizzle, u
   return u64((address & 0x3FFFF) >> 4) | u64(leading >> 4) << 16 | u64(stride >> 4) << 32 | u64(swizzle) << 62;
 }
 
-// Registers written by ordinary code before are seen by the next wgmma. Needed before the first wgmma and whenever other
-// code has touched D (or A in registers) since.
+// Registers written by ordinary code before are seen by the next wgmma. Needed before the first wgmma and whenever
+// other code has touched D (or A in registers) since. ISA: wgmma.fence.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // Wait until at most `Pending` of the newest groups are unfinished. Then D may be read and the operands overwritten.
+// ISA: wgmma.wait_group.
 template <int Pending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
@@ -410,12 +492,9 @@ __device__ __forceinline__ void wgmma_hold(float (&d)[Count]) {
   for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-struct e4m3 {};
-struct e5m2 {};
-
-// wgmma<N, A, B>(d, a, b, accumulate): A and B are e4m3 or e5m2. Thread t of the warpgroup holds rows t / 32 * 16 + t % 32 / 4
-// (d[4j], d[4j + 1]) and 8 further (d[4j + 2], d[4j + 3]), columns 8j + t % 4 * 2 and the next. ISA 9.7.15.5.2.
-// accumulate = 0 starts from zero and ignores D.
+// wgmma<N, A, B>(d, a, b, accumulate): A and B are e4m3 or e5m2. Thread t of the warpgroup holds row
+// t / 32 * 16 + t % 32 / 4 (d[4j], d[4j + 1]) and the row 8 further (d[4j + 2], d[4j + 3]), columns 8j + t % 4 * 2 and
+// the next. accumulate = 0 starts from zero and ignores D. ISA: Register Fragments (of wgmma).
 template <int N, typename A, typename B>
 __device__ void wgmma(float (&d)[N / 2], u64 a, u64 b, int accumulate);
 
@@ -549,8 +628,8 @@ __device__ void wgmma(float (&d)[N / 2], u64 a, u64 b, int accumulate);
 #define WGMMA_PREDICATE_256 "%130"
 #define WGMMA_INPUTS_256 "%128, %129, p"
 
-// Makes wgmma<N, A, B>. Write one line per shape that the kernel uses, after the include; N is a number or a macro for one.
-// (All shapes at once would take a second to compile.)
+// Makes wgmma<N, A, B>. Write one line per shape that the kernel uses, after the include; N is a number or a macro for
+// one. (All shapes at once would take a second to compile.)
 #define WGMMA_INSTANCE(N, A, B) WGMMA_INSTANCE_EXPANDED(N, A, B)
 #define WGMMA_INSTANCE_EXPANDED(N, A, B)                                                                    \
   template <>                                                                                               \

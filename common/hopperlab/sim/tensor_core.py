@@ -1,16 +1,20 @@
 """Tensor cores: wgmma (PTX ISA 9.7.15), mma.sync, ldmatrix and stmatrix (9.7.14.5), and their arithmetic bit for bit.
 
 wgmma: one k-step adds all products and the accumulator as integers on a common scale, truncating what lies below 13
-fraction bits of the largest exponent, and truncates the sum again (FP8).  For 16-bit operands more fraction bits are
-kept.  mma.sync on FP8 operands runs as two half-precision steps, and adds the accumulator with an ordinary addition.
-The models are those of Xie et al. (MMA-Sim), compared with an H200 bit by bit.
+fraction bits of the largest exponent, and truncates the sum again (FP8).  For f16, bf16 and tf32 operands 25 fraction
+bits are kept.  A float16 accumulator takes the same sum, rounded to nearest even.  mma.sync on FP8 operands runs as two
+half-precision steps, and adds the accumulator with an ordinary addition.  The models are those of Xie et al. (MMA-Sim),
+compared with an H200 bit by bit.
 """
 
 import re
+from dataclasses import dataclass
+from functools import cache
 
 import ml_dtypes
 import numpy as np
 
+from .arithmetic import f32_to_f16
 from .copy_engine import CHUNK, swizzle
 from .errors import Hazard, MemoryFault, UnknownInstruction
 from .machine import Rendezvous
@@ -43,30 +47,67 @@ def _value_and_exponent(values, lowest):
 
 ZERO_EXPONENT = -2000
 _TABLES = _decode_tables()
-# fraction bits kept when products are aligned, fraction bits of the result (None: float32), least exponent
-_RULES = {"f8": (13, 13, -133), "f16": (25, None, -133)}
+BITS = {"e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "f16": 16, "bf16": 16, "tf32": 32}  # of an element of A or B
+_CODES = {8: U8, 16: U16, 32: U32}
 
 
-def accumulate(a_codes, b_codes, c, a_format, b_format):
-    """D = A B^T + C for one k-step of wgmma: a (m, k) and b (n, k) codes, c (m, n) float32; returns float32."""
-    a, a_exponent = (t[a_codes] for t in _TABLES[a_format])
-    b, b_exponent = (t[b_codes] for t in _TABLES[b_format])
-    rule = _RULES["f8" if a_format in ("e4m3", "e5m2") else "f16"]
+@dataclass(frozen=True)
+class _Rule:
+    """fraction: bits kept when products are aligned.  result: fraction bits of a float32 result, None for all of them, or
+    "f16".  lowest: exponent of a sum of zeros.  subnormal: exponent of the accumulator's subnormal numbers."""
+
+    fraction: int
+    result: object
+    lowest: int = -133
+    subnormal: int = -126
+
+
+_RULES = {
+    ("f8", "f32"): _Rule(13, 13), ("f8", "f16"): _Rule(13, "f16", -21, -14),
+    ("wide", "f32"): _Rule(25, None), ("wide", "f16"): _Rule(25, "f16", -21, -14),
+}  # fmt: skip
+
+
+def _decode(codes, fmt):
+    if fmt == "tf32":  # the low 13 bits of the float32 are ignored
+        return _value_and_exponent((codes & U32(0xFFFFE000)).view(F32), -126)
+    return tuple(table[codes] for table in _TABLES[fmt])
+
+
+def accumulate(a_codes, b_codes, c, a_format, b_format, d_format="f32"):
+    """D = A B^T + C for one k-step of wgmma: a (m, k) and b (n, k) codes, c (m, n) values of d_format.
+
+    c and the result are float32 arrays for f32 and f16 (which holds float16 values), int32 for s32.
+    """
+    if d_format.startswith("s32"):
+        return _accumulate_integers(a_codes, b_codes, c, a_format, b_format, d_format)
+    a, a_exponent = _decode(a_codes, a_format)
+    b, b_exponent = _decode(b_codes, b_format)
+    rule = _RULES["f8" if a_format in ("e4m3", "e5m2") else "wide", d_format]
     if not (np.isfinite(a).all() and np.isfinite(b).all() and np.isfinite(c).all()):
         return _accumulate_special(a, b, c, a_exponent, b_exponent, rule)
     return _fused_sum(a, b, c, a_exponent, b_exponent, rule)
 
 
+def _accumulate_integers(a_codes, b_codes, c, a_format, b_format, d_format):
+    """s32 wraps; s32.satfinite clamps the result of every instruction."""
+    a, b = (x.view(np.int8 if f == "s8" else U8).astype(np.int64) for x, f in ((a_codes, a_format), (b_codes, b_format)))
+    total = a @ b.T + c
+    if d_format == "s32.satfinite":
+        total = np.clip(total, -(1 << 31), (1 << 31) - 1)
+    return total.astype(np.int32)
+
+
 def _fused_sum(a, b, c, a_exponent, b_exponent, rule):
-    fraction, result_fraction, lowest = rule
+    fraction = rule.fraction
     # k comes first, so that every NumPy pass runs over long contiguous rows.
     a, b, a_exponent, b_exponent = (np.ascontiguousarray(x.T) for x in (a, b, a_exponent, b_exponent))
     exponent = (a_exponent[:, :, None] + b_exponent[:, None, :]).max(0).astype(np.int32)
     if a_exponent.dtype == np.int8:
         exponent[exponent < -44] = ZERO_EXPONENT  # all products are zero
-    c_exponent = np.maximum((c.view(np.int32) >> 23 & 255) - 127, -126)
+    c_exponent = np.maximum((c.view(np.int32) >> 23 & 255) - 127, rule.subnormal)
     c_exponent[c == 0] = ZERO_EXPONENT
-    exponent = np.maximum(np.maximum(exponent, c_exponent), lowest)
+    exponent = np.maximum(np.maximum(exponent, c_exponent), rule.lowest)
     low, high = int(exponent.min()), int(exponent.max())
     # FP8 products have few bits: with F = 13, float32 holds every step exactly.
     kind = F32 if fraction <= 13 and low > -100 and high < 120 else np.float64
@@ -80,10 +121,12 @@ def _fused_sum(a, b, c, a_exponent, b_exponent, rule):
         np.multiply(products, scale, out=products)
         np.trunc(products, out=products)
         total += np.add.reduce(products, axis=0)
-    if kind is F32:
-        return _truncate(total * ((exponent - fraction + 127) << 23).view(F32), result_fraction)
-    result = _toward_zero(np.ldexp(total, exponent - fraction))
-    return result if result_fraction is None else _truncate(result, result_fraction)
+    total = total * ((exponent - fraction + 127) << 23).view(F32) if kind is F32 else np.ldexp(total, exponent - fraction)
+    if rule.result == "f16":
+        return total.astype(np.float16).astype(F32) + F32(0)
+    if kind is not F32:
+        total = _toward_zero(total)
+    return total if rule.result is None else _truncate(total, rule.result)
 
 
 def _truncate(x, fraction):
@@ -126,7 +169,6 @@ def _infinities(a, b, c, sign):
 # ---- wgmma -----------------------------------------------------------------------------------------------------------
 
 _SWIZZLE_OF = {0: 0, 1: 128, 2: 64, 3: 32}
-_K = {"e4m3": 32, "e5m2": 32, "f16": 16, "bf16": 16}
 _layouts, _tiles = {}, {}
 
 
@@ -208,8 +250,8 @@ class _Operand:
 
     def __init__(self, program, text, type_name, rows, transposed, negated, label):
         self.type, self.rows, self.transposed, self.negated, self.label = type_name, rows, transposed, negated, label
-        self.bits = 8 if type_name in ("e4m3", "e5m2") else 16
-        self.k = _K[type_name]
+        self.bits = BITS[type_name]
+        self.k = 256 // self.bits
         self.registers = (
             [program.names[r.strip()] for r in text.strip("{}").split(",")] if text.startswith("{") else None
         )
@@ -224,7 +266,7 @@ class _Operand:
     def codes(self, unit, value):
         """(rows, k) element codes."""
         if self.registers is not None:
-            codes = np.empty((64, self.k), U8 if self.bits == 8 else U16)
+            codes = np.empty((64, self.k), _CODES[self.bits])
             row, first = a_fragment_layout(self.bits)
             for register in range(4):
                 elements = value[register].view(codes.dtype).reshape(128, -1)
@@ -236,7 +278,7 @@ class _Operand:
             if self.transposed:
                 codes = data.view(U16).reshape(self.k, self.rows).T
             else:
-                codes = data.view(U8 if self.bits == 8 else U16).reshape(self.rows, self.k)
+                codes = data.view(_CODES[self.bits]).reshape(self.rows, self.k)
         if self.negated:
             codes = codes ^ codes.dtype.type(1 << (self.bits - 1))
         return codes
@@ -248,20 +290,24 @@ class _Operand:
 
 @special("wgmma.mma_async", updates=(0,))
 def _wgmma(instruction, program):
-    match = re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.(f32|f16)\.(e4m3|e5m2|f16|bf16)\.(e4m3|e5m2|f16|bf16)",
+    match = re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.(f32|f16|s32)\.(\w+)\.(\w+)(\.satfinite)?",
                          instruction.opcode)  # fmt: skip
     where = instruction.where()
     if (
         not match
+        or match[4] not in BITS
+        or match[5] not in BITS
         or int(match[1]) % 8
         or not 8 <= int(match[1]) <= 256
-        or int(match[2]) != _K[match[4]]
-        or match[3] != "f32"
+        or int(match[2]) != 256 // BITS[match[4]]
+        or not _compatible(match[3], match[4], match[5])
     ):
         raise UnknownInstruction(
-            f"{where}: {instruction.opcode!r} is not modelled (f32 accumulators, e4m3, e5m2, f16, bf16)"
+            f"{where}: {instruction.opcode!r} is not modelled (f32 or f16 from e4m3, e5m2 and f16, f32 from bf16 and tf32, s32"
+            " from s8 and u8)"
         )
     n, a_type, b_type = int(match[1]), match[4], match[5]
+    d_type = match[3] + (match[6] or "")
     operands = instruction.operands
     names = [name.strip() for name in operands[0].strip("{}").split(",")]
     registers = [program.names[name] for name in names]
@@ -278,6 +324,7 @@ def _wgmma(instruction, program):
     )
     row, column = accumulator_layout(n)
     owned = frozenset(registers) | frozenset(a.registers or ())
+    storage = [getattr(np, program.storage[i]) for i in registers]
 
     def execute(machine, fragment):
         unit = fragment.unit
@@ -290,6 +337,7 @@ def _wgmma(instruction, program):
         state = _state(unit)
         operation = _Operation()
         operation.registers, operation.results, operation.layout, operation.n = owned, registers, (row, column), n
+        operation.d, operation.storage = d_type, storage
         operation.a, operation.b = (a, a.capture(machine, fragment)), (b, b.capture(machine, fragment))
         operation.scale = bool(fragment.uniform(scale(fragment), "scale-d", machine))
         operation.where, operation.done = where, False
@@ -335,7 +383,7 @@ def _whole(machine, fragment, where):
 
 
 class _Operation:
-    __slots__ = ("registers", "results", "layout", "n", "a", "b", "scale", "where", "done", "reads")
+    __slots__ = ("registers", "results", "storage", "d", "layout", "n", "a", "b", "scale", "where", "done", "reads")
 
 
 def _perform(machine, fragment, operations):
@@ -347,28 +395,55 @@ def _perform(machine, fragment, operations):
         if previous is not None and previous.results != operation.results:
             _put(fragment, previous, c)
             c = None
-        row, column = operation.layout
         if not operation.scale:
-            c = np.zeros((64, operation.n), F32)
+            c = np.zeros((64, operation.n), np.int32 if operation.d.startswith("s32") else F32)
         elif c is None:
-            c = np.empty((64, operation.n), F32)
-            c[row, column] = np.stack([np.broadcast_to(fragment.R[i], (128,)) for i in operation.results])
+            c = _get(fragment, operation)
         (a, a_value), (b, b_value) = operation.a, operation.b
         a_codes, b_codes = a.codes(fragment.unit, a_value), b.codes(fragment.unit, b_value)
-        if machine.math == "fast":
-            c = c + _TABLES[a.type][0][a_codes] @ _TABLES[b.type][0][b_codes].T
+        if machine.math == "fast" and operation.d == "f32":
+            c = c + _decode(a_codes, a.type)[0] @ _decode(b_codes, b.type)[0].T
         else:
-            c = accumulate(a_codes, b_codes, c, a.type, b.type)
+            c = accumulate(a_codes, b_codes, c, a.type, b.type, operation.d)
         operation.done = True
         previous = operation
     if previous is not None and c is not None:
         _put(fragment, previous, c)
 
 
+def _get(fragment, operation):
+    """The accumulator's registers as a (64, n) matrix. Registers of float16 hold two neighbours of a row."""
+    words = np.stack([np.broadcast_to(fragment.R[i], (128,)).view(U32) for i in operation.results])
+    if operation.d == "f16":
+        values = np.stack([words.astype(U16), (words >> U32(16)).astype(U16)], 1).view(np.float16).reshape(-1, 128).astype(F32)
+    else:
+        values = words.view(F32 if operation.d == "f32" else np.int32)
+    c = np.empty((64, operation.n), values.dtype)
+    c[operation.layout] = values
+    return c
+
+
 def _put(fragment, operation, c):
     values = c[operation.layout]
-    for i, value in zip(operation.results, values):
-        fragment.R[i] = value
+    if operation.d == "f16":
+        values = pack_f16(values[::2], values[1::2])
+    for i, kind, value in zip(operation.results, operation.storage, values):
+        fragment.R[i] = value.view(kind)
+
+
+def pack_f16(low, high):
+    """Pairs of float16 values, held as float32, in 32-bit words."""
+    low, high = (f32_to_f16(x).astype(U32) for x in (low, high))
+    return low | high << U32(16)
+
+
+def _compatible(d, a, b):
+    """Which accumulators the formats of A and B have (PTX ISA 9.7.15.5)."""
+    if {a, b} <= {"e4m3", "e5m2"}:
+        return d in ("f32", "f16")
+    if {a, b} <= {"s8", "u8"}:
+        return d == "s32"
+    return a == b and d in (("f32", "f16") if a == "f16" else ("f32",))
 
 
 @special("wgmma.fence")
@@ -423,22 +498,28 @@ def _wgmma_wait(instruction, program):
 @special("mma.sync", results=(0,))
 def _mma(instruction, program):
     match = re.fullmatch(
-        r"mma\.sync\.aligned\.m16n8k(8|16|32)\.row\.col\.f32\.(e4m3|e5m2|f16|bf16)\.(e4m3|e5m2|f16|bf16)\.f32",
+        r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col(\.satfinite)?\.(f32|f16|s32)\.(\w+)\.(\w+)\.(f32|f16|s32)",
         instruction.opcode,
     )
     where = instruction.where()
-    if not match or int(match[1]) not in ((32,) if match[2] in ("e4m3", "e5m2") else (8, 16)):
+    if (
+        not match
+        or match[3] != match[6]
+        or (match[4], match[5], match[3], int(match[1])) not in _mma_shapes()
+        or (match[2] and match[3] != "s32")
+    ):
         raise UnknownInstruction(
-            f"{where}: {instruction.opcode!r} is not modelled (m16n8k32 of FP8, m16n8k8 and k16 of f16 and bf16)"
+            f"{where}: {instruction.opcode!r} is not modelled (m16n8k32 of FP8, k8 and k16 of f16 and bf16, k4 and k8 of tf32,"
+            " k16 and k32 of s8 and u8)"
         )
-    k, a_type, b_type = int(match[1]), match[2], match[3]
+    k, a_type, b_type, d_type = int(match[1]), match[4], match[5], match[3] + (match[2] or "")
     lists = [[r.strip() for r in o.strip("{}").split(",")] for o in instruction.operands]
     writes = [program.writer(r) for r in lists[0]]
     a_reads, b_reads = [program.reader(r, "b32") for r in lists[1]], [program.reader(r, "b32") for r in lists[2]]
-    c_reads = [program.reader(r, "f32") for r in lists[3]]
-    bits = 8 if k == 32 else 16
+    c_reads = [program.reader(r, "b32") for r in lists[3]]
+    bits = BITS[a_type]
     per = 32 // bits
-    dtype = U8 if bits == 8 else U16
+    dtype = _CODES[bits]
     lane = np.arange(32)
 
     def matrix(reads, fragment, rows, is_a):
@@ -464,21 +545,39 @@ def _mma(instruction, program):
             return Rendezvous(unit, where)
         a, b = matrix(a_reads, fragment, 16, True), matrix(b_reads, fragment, 8, False)
         warps = a.shape[0]
-        c = np.empty((warps, 16, 8), F32)
+        words = [np.broadcast_to(read(fragment), (unit.threads,)) for read in c_reads]
+        if d_type == "f16":
+            halves = [(w >> U32(shift)).astype(U16).view(np.float16).astype(F32) for w in words for shift in (0, 16)]
+            values = np.stack(halves)
+        else:
+            values = np.stack(words).view(F32 if d_type == "f32" else np.int32)
+        c = np.empty((warps, 16, 8), values.dtype)
         spots = [(lane // 4 + 8 * (r // 2), lane % 4 * 2 + r % 2) for r in range(4)]
-        for (row, column), read in zip(spots, c_reads):
-            c[:, row, column] = np.broadcast_to(read(fragment), (unit.threads,)).reshape(warps, 32)
-        d = np.stack([mma_arithmetic(a[w], b[w], c[w], a_type, b_type) for w in range(warps)])
-        for (row, column), write in zip(spots, writes):
-            write(fragment, np.ascontiguousarray(d[:, row, column]).reshape(-1))
+        for (row, column), value in zip(spots, values):
+            c[:, row, column] = value.reshape(warps, 32)
+        d = np.stack([mma_arithmetic(a[w], b[w], c[w], a_type, b_type, d_type) for w in range(warps)])
+        results = [np.ascontiguousarray(d[:, row, column]).reshape(-1) for row, column in spots]
+        if d_type == "f16":
+            results = [pack_f16(low, high) for low, high in zip(results[::2], results[1::2])]
+        for result, write in zip(results, writes):
+            write(fragment, result)
 
     return execute
 
 
-def mma_arithmetic(a, b, c, a_type, b_type):
+@cache
+def _mma_shapes():
+    """(format of A, of B, of C and D, k) that are modelled."""
+    shapes = {(a, b, "f32", 32) for a in ("e4m3", "e5m2") for b in ("e4m3", "e5m2")}
+    shapes |= {(a, a, "f32", k) for a in ("f16", "bf16") for k in (8, 16)} | {("f16", "f16", "f16", k) for k in (8, 16)}
+    shapes |= {("tf32", "tf32", "f32", k) for k in (4, 8)}
+    return shapes | {(a, b, "s32", k) for a in ("s8", "u8") for b in ("s8", "u8") for k in (16, 32)}
+
+
+def mma_arithmetic(a, b, c, a_type, b_type, d_type="f32"):
     """mma.sync on Hopper: FP8 runs as two f16 steps from zero, then one float32 addition of c."""
     if a_type not in ("e4m3", "e5m2"):
-        return accumulate(a, b, c, a_type, b_type)
+        return accumulate(a, b, c, a_type, b_type, d_type)
     values = [(_TABLES[t][0][x]).astype(np.float16).view(U16) for t, x in ((a_type, a), (b_type, b))]
     k = np.arange(a.shape[1])
     total = np.zeros_like(c)

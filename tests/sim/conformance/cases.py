@@ -582,10 +582,5 @@ REFUSED = frozenset("""
     bulk/reduce_inc.u32 bulk/reduce_dec.u32 bulk/reduce_and.b32 bulk/reduce_or.b32 bulk/reduce_xor.b64
     bulk/reduce_add.f32 bulk/reduce_add.f64 bulk/reduce_add.noftz.f16 bulk/reduce_add.noftz.bf16 bulk/reduce_min.f16
     bulk/reduce_max.bf16 cluster/generic_2 cluster/store_async_2 cluster/generic_4 cluster/store_async_4
-    tma_reduce/inc_uint32 tma_reduce/dec_uint32 mma_sync/m16n8k16_f16_f16_f16 mma_sync/m16n8k8_f32_tf32_tf32
-    mma_sync/m16n8k8_f32_tf32_tf32_spread mma_sync/m16n8k4_f32_tf32_tf32 mma_sync/m16n8k32_s32_s8_s8
-    mma_sync/m16n8k32_s32_u8_s8_satfinite mma_sync/m16n8k16_s32_s8_u8 matrix/move wgmma/e4m3_e4m3_f16
-    wgmma/e4m3_e5m2_f16 wgmma/e5m2_e4m3_f16 wgmma/e5m2_e5m2_f16 wgmma/e4m3_e4m3_f16_spread wgmma/f16_f16
-    wgmma/f16_f16_spread wgmma/tf32_normal wgmma/tf32_spread wgmma/tf32_a_registers wgmma/s8 wgmma/u8_s8
-    wgmma/s8_satfinite
+    tma_reduce/inc_uint32 tma_reduce/dec_uint32 matrix/move
 """.split())

@@ -121,7 +121,7 @@ def test_a_thread_may_wait_for_another_of_its_warp(run):
 
 def test_spinning_forever_is_a_deadlock(run):
     with pytest.raises(
-        sim.Deadlock, match=r"thread 0 of block \(0, 0, 0\) at .*kernel.cu.* spin on memory that nothing changes"
+        sim.Deadlock, match=r"thread 0 of block \(0, 0, 0\) at .*kernel.cu.* spins on memory that nothing changes"
     ):
         run('extern "C" __global__ void k(int* f) { while (*(volatile int*)f == 0); }', np.zeros(1, np.int32), block=1)
 

@@ -1,5 +1,9 @@
 """Every mistake that the simulator must name, planted alone in a right kernel and run in several orders of events."""
 
+import re
+import sys
+from pathlib import Path
+
 import gemms
 import numpy as np
 import pytest
@@ -7,6 +11,8 @@ import torch
 from hopperlab import sim
 from hopperlab.tensormap import TensorMap
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "simulator.md"
+MARK = "<!-- mistakes -->"
 ORDERS = [dict(order="lazy"), dict(order="eager"), dict(seed=1), dict(seed=2), dict(seed=3)]
 SHAPE = {"pipelined": (256, 128, 1024), "cluster": (512, 128, 768)}
 PHASE = "const int s = i % Stages, phase = i / Stages & 1;"
@@ -21,7 +27,7 @@ MISTAKES = {
         "pipelined", [("mbarrier_wait(&full[s], phase);", "")], r"race on tiles .*wgmma .*without having waited for full\[0\]"),
     "3 wrong producer parity": (
         "pipelined", [("mbarrier_wait(&empty[s], phase ^ 1);", "mbarrier_wait(&empty[s], phase);")],
-        r"thread 0 .*line 33 .*wait for parity 0 of empty\[0\].*first wait for an empty slot must use parity 1"),
+        r"thread 0 .*line 33 .*waits for parity 0 of empty\[0\].*first wait for an empty slot, it must use parity 1"),
     "4 phase bit never flips": (
         "pipelined", [(PHASE + "\n        const float", PHASE.replace("i / Stages & 1", "0") + "\n        const float")],
         r"without having waited for full\[0\] \(phase 1\).*flips each time|passed the wait on full\[\d\] .* twice in its phase .* phase bit flip|was not waited for here: does the phase bit flip"),
@@ -118,6 +124,22 @@ def test_mistake_is_named_in_every_order(name):
             launch(which, ptx, math="fast", **order)
 
 
+def message_of(name):
+    """What is said in the lazy order."""
+    which, replacements, _ = MISTAKES[name]
+    with pytest.raises(sim.SimulatorError) as caught:
+        launch(which, gemms.compile_variant(which, *replacements), math="fast")
+    # What differs between versions of the compiler is left out: lines of the PTX and names of registers.
+    text = re.sub(r" \(PTX line [^)]*\)", "", str(caught.value))
+    text = re.sub(r"register %\w+", "register %f7", text)
+    return f"**{name}** ({which}.cu)\n\n```text\n{text}\n```\n"
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_documented_messages_are_the_real_ones(name):
+    assert message_of(name) in DOCUMENT.read_text(), "run: PYTHONPATH=common python tests/sim/test_mistakes.py"
+
+
 @pytest.mark.parametrize("which", SHAPE)
 def test_right_kernels_raise_nothing_in_100_orders(which):
     ptx = gemms.compile_variant(which)
@@ -164,3 +186,9 @@ def test_missing_second_syncthreads(run):
         run(source.replace("SECOND", "__syncthreads();"), x, y, block=64, **order)
         with pytest.raises(sim.Hazard, match=r"race on tile .*line 5 of kernel.cu"):
             run(source.replace("SECOND", ""), x, y, block=64, **order)
+
+
+if __name__ == "__main__":
+    text = DOCUMENT.read_text().split(MARK)[0] + MARK + "\n\n"
+    DOCUMENT.write_text(text + "\n".join(message_of(name) for name in MISTAKES))
+    sys.exit(0)

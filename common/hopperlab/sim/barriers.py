@@ -244,9 +244,6 @@ class MBarrier:
                      " than the copies deliver, or a copy was not issued or went to another CTA")  # fmt: skip
         elif self.tx < 0:
             text += f" and got {-self.tx} bytes that nothing expected: expect_tx announces less than the copies deliver"
-        elif self.phase == 0 and self.pending == self.count:
-            text += (". Nobody has arrived yet. A first wait for an empty slot must use parity 1: a fresh barrier counts as"
-                     " having completed the phase before")  # fmt: skip
         return text
 
     def arrive(self, count, who, where):
@@ -466,6 +463,11 @@ def _mbarrier_wait(instruction, program):
 
         def why():
             text = f"for {what} of {barrier.name}, which is in phase {barrier.phase}"
+            if not barrier.passed.keys() & {key} and want == barrier.phase == 0 and barrier.pending == barrier.count:
+                text += (
+                    "; nobody has arrived yet. If this is a producer's first wait for an empty slot, it must use parity 1:"
+                    " a fresh barrier counts as having completed the phase before"
+                )
             if barrier.passed.get(key, barrier.phase) < barrier.phase:
                 text += (f"; phase {barrier.phase - 1} completed and was not waited for here: does the phase bit flip each time the"
                          " ring comes round?")  # fmt: skip

@@ -564,12 +564,13 @@ class Machine:
             for unit in cluster.live:
                 for fragment in unit.fragments:
                     where = self.where_pc(fragment.pc)
+                    ending = "s" if fragment.n == 1 else ""
                     if fragment.wait is not None:
-                        lines.append(f"  {fragment.who()} at {where} wait {fragment.wait.why()}")
+                        lines.append(f"  {fragment.who()} at {where} wait{ending} {fragment.wait.why()}")
                         if fragment.wait.barrier is not None and fragment.wait.barrier not in barriers:
                             barriers.append(fragment.wait.barrier)
                     else:
-                        lines.append(f"  {fragment.who()} at {where} spin on memory that nothing changes any more")
+                        lines.append(f"  {fragment.who()} at {where} spin{ending} on memory that nothing changes any more")
         lines += [f"  {barrier.describe()}" for barrier in barriers]
         lines += [
             f"  {barrier.stale}" for cluster in self.resident for barrier in cluster.barriers.values() if barrier.stale

@@ -5,16 +5,17 @@ random moment (under a seed).  Loads add to the byte count of an mbarrier, store
 """
 
 import math
+import re
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from ..tensormap import simulated_index
-from .arithmetic import half_operation
 from .barriers import barrier_at, shared_place
 from .errors import Hazard, MemoryFault, UnknownInstruction
 from .memory import PARAM_WINDOW
 from .parser import split_operands
+from .reductions import OPERATIONS, combination, tensor_combination
 from .registry import special
 
 CHUNK = np.dtype("V16")
@@ -238,9 +239,9 @@ def _load(machine, cluster, fragment, box, coordinates, place, barrier, where):
     _schedule(machine, cluster, complete)
 
 
-@special("cp.async.bulk")
+@special("cp.async.bulk", "cp.reduce.async.bulk")
 def _bulk_copy(instruction, program):
-    """Copies of plain bytes: global to shared, shared to global, shared to the shared memory of another CTA."""
+    """Copies and reductions of plain bytes: global to shared, shared to global, shared to the shared memory of another CTA."""
     parts, operands, where = instruction.parts, instruction.operands, instruction.where()
     if "prefetch" in parts:
         return lambda machine, fragment: None
@@ -253,7 +254,12 @@ def _bulk_copy(instruction, program):
     source = program.reader(operands[1], "u64") if from_global else program.address_reader(operands[1])
     barrier_address = None if to_global else program.address_reader(operands[3])
     multicast = program.reader(operands[4], "u16") if "multicast::cluster" in parts else None
-    reduce = parts[0] == "cp" and parts[1] == "reduce"
+    combine = None
+    if parts[1] == "reduce":
+        operation, type_name = [p for p in parts if p not in ("noftz", "L2::cache_hint")][-2:]
+        if from_global or not to_global and type_name in ("f16", "bf16", "f32", "f64", "b64"):
+            raise UnknownInstruction(f"{where}: {instruction.opcode!r} is not an instruction that PTX has")
+        combine = combination(operation, type_name, where)
 
     def execute(machine, fragment):
         cluster = fragment.unit.cluster
@@ -276,7 +282,7 @@ def _bulk_copy(instruction, program):
                 operation = _StoreOperation(machine, fragment, frm[i], frm[i] + count, None, where)
                 operation.bind(
                     lambda f=frm[i], n=count: cluster.shared[f : f + n].copy(),
-                    lambda data, v=view: v.__setitem__(slice(None), data),
+                    lambda data, v=view: v.__setitem__(slice(None), combine(v, data) if combine else data),
                 )
                 operation.issue(lane)
                 continue
@@ -291,18 +297,65 @@ def _bulk_copy(instruction, program):
                     else cluster.shared[frm[i] : frm[i] + count]
                 )
                 if cluster.observer is not None:
-                    cluster.observer.async_write(fragment, place, place + count, barrier, where, None)
+                    cluster.observer.async_write(fragment, place, place + count, barrier, where, None, combine is not None)
 
                 def complete(place=place, view=view, barrier=barrier, count=count):
-                    cluster.shared[place : place + count] = view
+                    target = cluster.shared[place : place + count]
+                    target[...] = combine(target, view) if combine else view
                     if cluster.observer is not None:
                         cluster.observer.landed(np.arange(place >> 4, (place + count) >> 4))
                     barrier.complete_bytes(count, where)
 
                 _schedule(machine, cluster, complete)
 
-    if reduce:
+    return execute
+
+
+@special("st.async", "red.async")
+def _store_async(instruction, program):
+    """Values from registers to the shared memory of a CTA of the cluster, which count as bytes on a barrier of that CTA.
+
+    PTX ISA 9.7.9.12 and 9.7.13.8.
+    """
+    where = instruction.where()
+    match = re.fullmatch(
+        r"(?:st\.async(?:\.weak)?(?:\.shared::cluster)?\.mbarrier::complete_tx::bytes(?:\.v([24]))?"
+        r"|red\.async\.relaxed\.cluster(?:\.shared::cluster)?\.mbarrier::complete_tx::bytes\.(add|min|max|inc|dec|and|or|xor))"
+        r"\.([busf](?:32|64))",
+        instruction.opcode,
+    )
+    if not match:
         raise UnknownInstruction(f"{where}: {instruction.opcode!r} is not modelled")
+    vector, operation, type_name = int(match[1] or 1), match[2], match[3]
+    combine = combination(operation, type_name, where) if operation else None
+    address, barrier_address = program.address_reader(instruction.operands[0]), program.address_reader(instruction.operands[2])
+    values = [program.reader(v, "b" + type_name[1:]) for v in split_operands(instruction.operands[1].strip("{}"))]
+    size = vector * int(type_name[1:]) // 8
+
+    def execute(machine, fragment):
+        cluster, stride = fragment.unit.cluster, fragment.unit.cluster.shared_stride
+        places = fragment.active(shared_place(fragment, address(fragment))).tolist()
+        bars = fragment.active(shared_place(fragment, barrier_address(fragment))).tolist()
+        rows = np.stack([fragment.active(v(fragment)) for v in values], 1).view(np.uint8).reshape(fragment.n, size)
+        for place, bar, row in zip(places, bars, rows):
+            if place % size:
+                raise MemoryFault(f"{fragment.who()}, {where}: misaligned store of {size} bytes to {cluster.name_shared(place)}")
+            if place // stride != bar // stride:
+                raise Hazard(f"{fragment.who()}, {where}: destination and mbarrier lie in different CTAs; map both to the same rank")
+            barrier = barrier_at(fragment, bar, where)
+            barrier.in_flight += 1
+            if cluster.observer is not None:
+                cluster.observer.async_write(fragment, place, place + size, barrier, where, None, combine is not None)
+
+            def complete(place=place, barrier=barrier, row=row):
+                target = cluster.shared[place : place + size]
+                target[...] = combine(target, row) if combine else row
+                if cluster.observer is not None:
+                    cluster.observer.written.bytes[place : place + size] = 0xFF
+                barrier.complete_bytes(size, where)
+
+            _schedule(machine, cluster, complete)
+
     return execute
 
 
@@ -359,8 +412,7 @@ def _groups_of(unit, lane):
 
 @special("cp.reduce.async.bulk.tensor")
 def _tensor_reduce(instruction, program):
-    names = {"add", "min", "max", "inc", "dec", "and", "or", "xor"} & set(instruction.parts)
-    return _tensor_store(instruction, program, names.pop())
+    return _tensor_store(instruction, program, next(p for p in instruction.parts if p in OPERATIONS))
 
 
 def _tensor_store(instruction, program, reduction):
@@ -385,42 +437,14 @@ def _tensor_store(instruction, program, reduction):
                     return
                 view = box.global_view(machine, coordinates, ranges)
                 part = data[box.slices(ranges)]
-                view[...] = part if reduction is None else _reduce(box.map.element_type, reduction, view, part, where)
+                if reduction is not None:
+                    part = tensor_combination(reduction, box.map.element_type, where)(view, part)
+                view[...] = part
 
             operation.bind(read, write)
             operation.issue(lane)
 
     return execute
-
-
-_ELEMENTS = {
-    "UINT8": np.uint8, "UINT16": np.uint16, "UINT32": np.uint32, "INT32": np.int32, "UINT64": np.uint64, "INT64": np.int64,
-    "FLOAT32": np.float32, "FLOAT64": np.float64, "FLOAT16": np.uint16, "BFLOAT16": np.uint16,
-}  # fmt: skip
-
-
-def _reduce(element_type, operation, old, new, where):
-    """old (+) new as bytes; float sums round to the element type once."""
-    dtype = _ELEMENTS[element_type]
-    a = np.ascontiguousarray(old).view(dtype)
-    b = np.ascontiguousarray(new).view(dtype)
-    if element_type in ("FLOAT16", "BFLOAT16") and operation in ("add", "min", "max"):
-        result = half_operation(operation, "f16" if element_type == "FLOAT16" else "bf16", a, b)
-    elif operation in ("add", "and", "or", "xor") or operation in ("min", "max") and a.dtype.kind in "iu":
-        function = {
-            "add": np.add,
-            "and": np.bitwise_and,
-            "or": np.bitwise_or,
-            "xor": np.bitwise_xor,
-            "min": np.minimum,
-            "max": np.maximum,
-        }
-        if operation in ("and", "or", "xor") and a.dtype.kind == "f" or element_type in ("UINT8", "UINT16"):
-            raise Hazard(f"{where}: {operation} of {element_type} elements is not a TMA reduction")
-        result = function[operation](a, b)
-    else:
-        raise UnknownInstruction(f"{where}: TMA reduction {operation} of {element_type} is not modelled")
-    return result.view(np.uint8)
 
 
 @special("cp.async.bulk.commit_group")

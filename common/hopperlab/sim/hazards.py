@@ -34,13 +34,16 @@ def granule_of(program) -> int:
 class _AsyncAccess:
     """A copy or a tensor-core operation that touches [low, high) of the cluster's shared memory."""
 
-    __slots__ = ("low", "high", "writes", "what", "where", "barrier", "phase", "done", "box", "group", "place", "owner")
+    __slots__ = (
+        "low", "high", "writes", "combines", "what", "where", "barrier", "phase", "done", "box", "group", "place", "owner",
+    )  # fmt: skip
 
     def __init__(self, low, high, writes, what, where):
         self.low, self.high, self.writes, self.what, self.where = low, high, writes, what, where
         self.barrier = self.done = self.box = self.group = self.owner = None
         self.phase = 0
         self.place = low
+        self.combines = False
 
 
 class Observer:
@@ -338,8 +341,8 @@ class Observer:
 
     # ---- TMA and wgmma ----------------------------------------------------------------------------------------------
 
-    def async_write(self, fragment, low, high, barrier, where, box):
-        """A copy into shared memory, announced on barrier in its current phase."""
+    def async_write(self, fragment, low, high, barrier, where, box, combines=False):
+        """A copy into shared memory, announced on barrier in its current phase. Reductions (combines) may meet one another."""
         warp = int(self._warps(fragment)[0])
         clock, name = self.clock[warp], self.cluster.name_shared
         target = low // self.cluster.shared_stride
@@ -358,6 +361,9 @@ class Observer:
                 kept.append(access)
                 continue
             if self._known(access, clock):
+                continue
+            if combines and access.combines:
+                kept.append(access)
                 continue
             if access.writes:
                 raise Hazard(
@@ -402,7 +408,7 @@ class Observer:
                 )
             self.read_clock[:, cells] = 0
         access = _AsyncAccess(low, high, True, "the TMA load", where)
-        access.barrier, access.phase, access.box, access.owner = barrier, barrier.phase, box, warp
+        access.barrier, access.phase, access.box, access.owner, access.combines = barrier, barrier.phase, box, warp, combines
         self.accesses = kept + [access]
 
     def landed(self, chunks):

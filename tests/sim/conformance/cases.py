@@ -576,11 +576,6 @@ REFUSED = frozenset("""
     integer/integer_rare integer/integer_packed integer/integer_carry float/float_choose_sign
     float/float_divide_directed float/float_flush float/float_compare_flush float/float_double_directed
     float/float_half2_rare convert/convert_float_to_tf32 convert/convert_float_rare convert/convert_pairs_rare
-    approx/approx_flush approx/approx_packed atomic/vector cp_async/mbarrier mbarrier/pending
-    bulk/reduce_to_peer bulk/reduce_add.u32 bulk/reduce_add.s32 bulk/reduce_add.u64 bulk/reduce_min.u32
-    bulk/reduce_min.s32 bulk/reduce_max.u32 bulk/reduce_max.s32 bulk/reduce_min.s64 bulk/reduce_max.u64
-    bulk/reduce_inc.u32 bulk/reduce_dec.u32 bulk/reduce_and.b32 bulk/reduce_or.b32 bulk/reduce_xor.b64
-    bulk/reduce_add.f32 bulk/reduce_add.f64 bulk/reduce_add.noftz.f16 bulk/reduce_add.noftz.bf16 bulk/reduce_min.f16
-    bulk/reduce_max.bf16 cluster/generic_2 cluster/store_async_2 cluster/generic_4 cluster/store_async_4
-    tma_reduce/inc_uint32 tma_reduce/dec_uint32 matrix/move
+    approx/approx_flush approx/approx_packed atomic/vector cp_async/mbarrier mbarrier/pending cluster/generic_2
+    cluster/generic_4 matrix/move
 """.split())

@@ -203,6 +203,10 @@ def _reduce(instruction, program):
 # ---- mbarrier (9.7.13.15) --------------------------------------------------------------------------------------------
 
 
+# The state that arrive returns is opaque. Here: the phase, and in the upper bits the arrivals that it lacked.
+_PENDING_SHIFT = 40
+
+
 class MBarrier:
     """A 64-bit barrier in shared memory that counts arrivals and bytes.
 
@@ -377,7 +381,7 @@ def _mbarrier_arrive(instruction, program):
         for place, lanes in groups:
             barrier = barrier_at(fragment, place, where)
             if state:
-                state(fragment, np.uint64(barrier.phase))
+                state(fragment, np.uint64(barrier.phase | barrier.pending << _PENDING_SHIFT))
             if cluster.observer is not None:
                 cluster.observer.release(
                     fragment, barrier, None if len(groups) == 1 else place == fragment.active(places)
@@ -422,6 +426,7 @@ def _mbarrier_wait(instruction, program):
     by_parity, waits = "parity" in instruction.parts, instruction.parts[1] == "try_wait"
     value = program.reader(instruction.operands[2], "u32" if by_parity else "u64")
     where = instruction.where()
+    significant = 1 if by_parity else (1 << _PENDING_SHIFT) - 1
 
     def execute(machine, fragment):
         places, wanted = shared_place(fragment, address(fragment)), value(fragment)
@@ -434,7 +439,7 @@ def _mbarrier_wait(instruction, program):
         want = int(wanted) if wanted.ndim == 0 else int(fragment.active(wanted)[0])
         barrier = barrier_at(fragment, place, where)
         observer = fragment.unit.cluster.observer
-        want = want & 1 if by_parity else want
+        want &= significant
 
         def ready():
             return (barrier.phase & 1) != want if by_parity else barrier.phase > want
@@ -480,7 +485,13 @@ def _mbarrier_wait(instruction, program):
 
 @special("mbarrier.pending_count", results=(0,))
 def _pending(instruction, program):
-    raise UnknownInstruction(f"{instruction.where()}: mbarrier.pending_count is not modelled")
+    """How many arrivals the phase still lacked before the arrival that returned this state."""
+    write, state = program.writer(instruction.operands[0]), program.reader(instruction.operands[1], "u64")
+
+    def execute(machine, fragment):
+        write(fragment, (state(fragment) >> np.uint64(_PENDING_SHIFT)).astype(np.uint32))
+
+    return execute
 
 
 # ---- clusters: barrier.cluster (9.7.13.3), mapa and getctarank (9.7.9.24) --------------------------------------------

@@ -559,8 +559,7 @@ def _async_wait(instruction, program):
     keep = 0 if every else int(instruction.operands[0], 0)
     arrives = instruction.parts[2] == "mbarrier"
     address = program.address_reader(instruction.operands[0]) if arrives else None
-    if arrives and "noinc" not in instruction.parts:
-        raise UnknownInstruction(f"{instruction.where()}: cp.async.mbarrier.arrive without .noinc is not modelled")
+    increments = arrives and "noinc" not in instruction.parts
 
     def execute(machine, fragment):
         state = _async_state(fragment.unit)
@@ -573,6 +572,8 @@ def _async_wait(instruction, program):
             barrier = barrier_at(fragment, place, instruction.where())
             if fragment.unit.cluster.observer is not None:
                 fragment.unit.cluster.observer.release(fragment, barrier)
+            if increments:  # one more arrival for this phase, which the copies then make: threads still arrive themselves
+                barrier.pending += fragment.n
             barrier.arrive(fragment.n, fragment.who(), instruction.where())
 
     return execute

@@ -600,11 +600,12 @@ class SegmentWriter:
         else:
             self.write(to, type_name, self.read(source, type_name))
 
-    @emits(r"cvta\.(to\.)?(global|shared|shared::cta|local|const|param)\.u64")
+    @emits(r"cvta\.(to\.)?(global|shared|shared::cta|shared::cluster|local|const|param)\.u64")
     def _convert_address(self, operands, match, to, space):
         window = {
             "shared": memory.SHARED_WINDOW,
             "shared::cta": memory.SHARED_WINDOW,
+            "shared::cluster": memory.SHARED_WINDOW,
             "local": memory.LOCAL_WINDOW,
         }.get(space, 0)
         if operands[1] in self.kernel.variables:

@@ -666,3 +666,21 @@ def _load_matrix(instruction, program):
             write(fragment, full.reshape(-1)[: fragment.unit.threads])
 
     return execute
+
+
+@special("movmatrix", results=(0,))
+def _move_matrix(instruction, program):
+    """An 8 x 8 matrix of 16-bit elements, one row per four lanes, transposed in registers (9.7.14.5.17)."""
+    where = instruction.where()
+    if instruction.opcode != "movmatrix.sync.aligned.m8n8.trans.b16":
+        raise UnknownInstruction(f"{where}: {instruction.opcode!r} is not modelled")
+    write, read = program.writer(instruction.operands[0]), program.reader(instruction.operands[1], "b32")
+
+    def execute(machine, fragment):
+        if not _full_warps(fragment):
+            return Rendezvous(fragment.unit, where)
+        words = np.ascontiguousarray(np.broadcast_to(read(fragment), (fragment.unit.threads,)))
+        matrix = words.view(U16).reshape(-1, 8, 8).transpose(0, 2, 1)
+        write(fragment, np.ascontiguousarray(matrix).view(U32).reshape(-1))
+
+    return execute

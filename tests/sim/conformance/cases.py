@@ -576,6 +576,5 @@ REFUSED = frozenset("""
     integer/integer_rare integer/integer_packed integer/integer_carry float/float_choose_sign
     float/float_divide_directed float/float_flush float/float_compare_flush float/float_double_directed
     float/float_half2_rare convert/convert_float_to_tf32 convert/convert_float_rare convert/convert_pairs_rare
-    approx/approx_flush approx/approx_packed atomic/vector cp_async/mbarrier mbarrier/pending cluster/generic_2
-    cluster/generic_4 matrix/move
+    approx/approx_flush approx/approx_packed atomic/vector
 """.split())

@@ -507,11 +507,12 @@ def _async_copy(instruction, program):
             raise MemoryFault(
                 f"{fragment.who()}, {where}: the source of a {size}-byte cp.async must be {size}-byte aligned"
             )
-        data = np.zeros((unit.threads, size), np.uint8)
-        for byte in range(size):
-            live = lanes[take[lanes] > byte]
+        step, kind = (1, np.uint8) if (take[lanes] % 4).any() else (4, np.uint32)
+        data = np.zeros((unit.threads, size // step), kind)
+        for at in range(0, size, step):
+            live = lanes[take[lanes] > at]
             span = GlobalSpan(unit, fragment, np.broadcast_to(address, (unit.threads,)), live)
-            data[live, byte] = np.broadcast_to(span.load(byte, np.uint8, index), (unit.threads,))[live]
+            data[live, at // step] = np.broadcast_to(span.load(at, kind, index), (unit.threads,))[live]
         values = data.view(np.uint32).T
         target = np.broadcast_to(destination(fragment), (unit.threads,))
 

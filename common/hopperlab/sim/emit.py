@@ -687,13 +687,23 @@ class SegmentWriter:
 
     @emits(
         rf"(atom|red)(?:\.(?:relaxed|acquire|release|acq_rel))?(?:\.(?:cta|cluster|gpu|sys))?{_SPACE}"
-        r"\.(add|min|max|and|or|xor|exch|cas|inc|dec)(?:\.noftz)?(?:\.L2::\w+)?\.([usb](?:32|64)|f32|f64|f16|bf16|f16x2|bf16x2|b16)"
+        r"\.(add|min|max|and|or|xor|exch|cas|inc|dec)(?:\.noftz)?(?:\.L2::\w+)?(?:\.v([24]))?\.([usb](?:32|64)|f32|f64|f16|bf16|f16x2|bf16x2|b16)"
     )
-    def _atomic(self, operands, match, form, space, operation, type_name):
+    def _atomic(self, operands, match, form, space, operation, vector, type_name):
         returns = form == "atom"
         operands = operands if returns else ["_"] + operands
         base, offset = self.address(operands[1])
         kind = NUMPY[type_name]
+        if vector:
+            if returns or operation != "add" or type_name != "f32" or space != "global":
+                self.refuse("the vector")
+            pieces = split_operands(operands[2].strip("{}"))
+            span, where = self.span("global", base), self.positions[id(self.instruction)]
+            self.lines.append(f"{span}.check_alignment({offset}, {4 * len(pieces)}, {where})")
+            for i, piece in enumerate(pieces):
+                value = self.read(piece, "f32")
+                self.lines.append(f"{span}.atomic({offset + 4 * i}, float32, {where}, 'add', False, {value})")
+            return
         values = [self.read(v, type_name) for v in operands[2:]]
         if type_name in ("f16", "bf16", "f16x2", "bf16x2"):
             operation = f"{operation}.{type_name}"

@@ -116,7 +116,7 @@ class Span:
     def _resolve(self, offset, dtype, size, instruction, write):
         raise NotImplementedError
 
-    def _check_alignment(self, offset, size, instruction):
+    def check_alignment(self, offset, size, instruction):
         if self.bits is None:
             self.bits = int(np.bitwise_or.reduce(self.address))
         if (self.bits | offset) & (size - 1):
@@ -139,7 +139,7 @@ class Span:
         size = np.dtype(dtype).itemsize
         if not self.count:
             return dtype(0) if vector == 1 else [dtype(0)] * vector
-        self._check_alignment(offset, size * vector, instruction)
+        self.check_alignment(offset, size * vector, instruction)
         values = [self._load(offset + i * size, dtype, size, instruction) for i in range(vector)]
         return values[0] if vector == 1 else values
 
@@ -161,7 +161,7 @@ class Span:
         if not self.count:
             return
         size = np.dtype(dtype).itemsize
-        self._check_alignment(offset, size * len(values), instruction)
+        self.check_alignment(offset, size * len(values), instruction)
         for i, value in enumerate(values):
             view, index = self._resolve(offset + i * size, dtype, size, instruction, True)
             value = self._active(value)
@@ -174,7 +174,7 @@ class Span:
         kind = np.dtype(dtype)
         if not self.count:
             return dtype(0)
-        self._check_alignment(offset, kind.itemsize, instruction)
+        self.check_alignment(offset, kind.itemsize, instruction)
         view, index = self._resolve(offset, dtype, kind.itemsize, instruction, True)
         lanes = np.arange(self.unit.threads) if self.lanes is None else self.lanes
         index = np.full(lanes.size, index) if type(index) is int else index

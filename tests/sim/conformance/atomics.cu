@@ -85,11 +85,13 @@ extern "C" __global__ void atomic_half(const u32* a, u32* out) {
   asm volatile("red.global.add.noftz.bf16x2 [%0], %1;" ::"l"(out + 1), "r"(bfloats) : "memory");
 }
 
-// Four floats by one reduction.
+// Four floats by one reduction: whole numbers that meet, then one thread per address, subnormals included.
 extern "C" __global__ void atomic_vector(const u32* a, u32* out) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   const float x = float(a[i] % 8);
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(out + i % 4 * 4), "f"(x), "f"(x + 1), "f"(x + 2), "f"(-x) : "memory");
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(out + 16 + 4 * i), "f"(__uint_as_float(a[4 * i])),
+               "f"(__uint_as_float(a[4 * i + 1])), "f"(__uint_as_float(a[4 * i + 2])), "f"(__uint_as_float(a[4 * i + 3])) : "memory");
 }
 
 // Shared-memory atomics, returned values included where they do not depend on the order.

@@ -204,7 +204,10 @@ add("atomic/float", "atomics.cu", "atomic_float",
     lambda rng: [bits(rng, 256), Out((16 + 256,), U32, np.concatenate([np.zeros(16, U32), float_operands(rng, "f32")[0][:256]]))],
     grid=2, block=128)  # fmt: skip
 add("atomic/half", "atomics.cu", "atomic_half", lambda rng: [bits(rng, 256), Out((2,), U32, np.zeros(2))], grid=2, block=128)
-add("atomic/vector", "atomics.cu", "atomic_vector", lambda rng: [bits(rng, 256), Out((16,), U32, np.zeros(16))], grid=2, block=128)
+add("atomic/vector", "atomics.cu", "atomic_vector",
+    lambda rng: [np.concatenate([x[::2] for x in float_operands(rng, "f32") + float_operands(rng, "f32")])[:1024],
+                 Out((16 + 1024,), U32, np.concatenate([np.zeros(16, U32), *float_operands(rng, "f32")])[: 16 + 1024])],
+    grid=2, block=128)  # fmt: skip
 add("atomic/shared", "atomics.cu", "atomic_shared", lambda rng: [bits(rng, 128), Out((32 + 128,))], block=128)
 add("atomic/split_k_ticket", "atomics.cu", "split_k_ticket",
     lambda rng: [rng.standard_normal(6 * 64, F32), Out((6 * 64,), F32), Out((1,), U32, np.zeros(1)), Out((64,), F32)], grid=6, block=64)  # fmt: skip
@@ -576,5 +579,5 @@ REFUSED = frozenset("""
     integer/integer_rare integer/integer_packed integer/integer_carry float/float_choose_sign
     float/float_divide_directed float/float_flush float/float_compare_flush float/float_double_directed
     float/float_half2_rare convert/convert_float_to_tf32 convert/convert_float_rare convert/convert_pairs_rare
-    approx/approx_flush approx/approx_packed atomic/vector
+    approx/approx_flush approx/approx_packed
 """.split())

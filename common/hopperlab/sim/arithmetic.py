@@ -183,6 +183,11 @@ def canonical_nan(x):
     return where(bad, U32(0x7FFFFFFF).view(F32), x)
 
 
+def flush(x):
+    """.ftz: subnormal float32 numbers become zeros of the same sign."""
+    return where(np.abs(x) < F32(2**-126), np.copysign(F32(0), x), x)
+
+
 def _odd_sum(product, c):
     """product + c in float64, rounded to odd; both are float64 and exact."""
     total = product + c
@@ -260,12 +265,25 @@ def fma_directed(a, b, c, mode):
     return _sum_directed(np.asarray(np.multiply(a, b, dtype=F64)), np.asarray(c, F64), mode)
 
 
-def _sum_directed(product, c, mode):
+def _sum_directed(product, c, mode, flush=False):
     total = _odd_sum(product, c)
     if mode == "rm":  # a sum that cancels exactly is +0, but -0 when rounding down (IEEE 754 section 6.3)
         positive = ~np.signbit(product) & ~np.signbit(c)
         total = np.where((total == 0) & ~positive, F64(-0.0), total)
-    return round_from_odd(total, F32, mode)
+    return round_from_odd(_flush_exact(total) if flush else total, F32, mode)
+
+
+def multiply_flush(a, b, mode):
+    """mul.ftz.f32: a result is flushed if it is subnormal before rounding, even where rounding makes it normal."""
+    return round_from_odd(_flush_exact(np.asarray(np.multiply(a, b, dtype=F64))), F32, mode)
+
+
+def fma_flush(a, b, c, mode):
+    return _sum_directed(np.asarray(np.multiply(a, b, dtype=F64)), np.asarray(c, F64), mode, flush=True)
+
+
+def _flush_exact(x):
+    return np.where(np.abs(x) < 2.0**-126, np.copysign(0.0, x), x)
 
 
 def round_from_odd(x, kind, mode):
@@ -315,8 +333,20 @@ def bf16_to_f32(x):
     return (x.astype(U32) << U32(16)).view(F32)
 
 
-def f32_to_f16(x):
-    return where(np.isnan(x), U16(0x7FFF), x.astype(np.float16).view(U16))
+def f32_to_f16(x, mode="rn"):
+    y = x.astype(np.float16) if mode == "rn" else round_from_odd(np.asarray(x, F64), np.float16, mode)
+    return where(np.isnan(x), U16(0x7FFF), y.view(U16))
+
+
+def f32_to_tf32(x, mode):
+    """float32 whose low 13 bits are zero; rna: nearest, ties away from zero.  It truncates NaN, so that some become infinite."""
+    bits, low = x.view(U32), U32(0x1FFF)
+    if mode == "rna":
+        bits = bits + U32(0x1000)
+    elif mode == "rn":
+        bits = bits + U32(0xFFF) + (bits >> U32(13) & U32(1))
+    special = x.view(U32) & ~low if mode == "rna" else where(np.isnan(x), U32(0x7FFFE000), x.view(U32))
+    return where(np.isfinite(x), bits & ~low, special)
 
 
 def f32_to_bf16(x, mode="rn"):

@@ -77,6 +77,7 @@ class SegmentWriter:
         self.counter = 0
         self.origin = {}  # register -> (format, local variable, byte shift): it holds float16 that came from an FP8 code
         self.guard = None
+        self.flush = False  # .ftz: the instruction takes and gives zeros for subnormal float32 numbers
         self.instruction = None
 
     def text(self) -> str:
@@ -131,7 +132,7 @@ class SegmentWriter:
                     for instruction in group:
                         self.emit(instruction)
                     continue
-                self.instruction, self.guard = group[0], None
+                self.instruction, self.guard, self.flush = group[0], None, False
                 columns = [
                     ", ".join(self.read(i.operands[c], "f32") for i in group) for c in range(1, len(group[0].operands))
                 ]
@@ -156,7 +157,9 @@ class SegmentWriter:
 
     def emit(self, instruction):
         self.instruction = instruction
-        found = _lookup(instruction.opcode)
+        parts = instruction.parts
+        self.flush = "ftz" in parts and "f32" in parts[-2 if parts[0] == "cvt" else -1 :]
+        found = _lookup(instruction.opcode.replace(".ftz", "") if self.flush else instruction.opcode)
         if found is None:
             raise UnknownInstruction(
                 f"{instruction.where()}: {instruction.opcode!r} is not modelled by the simulator. Use an instruction"
@@ -190,6 +193,10 @@ class SegmentWriter:
 
     def read(self, operand, type_name):
         """Expression for an operand viewed as a PTX type."""
+        value = self._read(operand, type_name)
+        return self.local(f"A.flush({value})", self.program.registers_of(operand)) if self.flush and type_name == "f32" else value
+
+    def _read(self, operand, type_name):
         operand = operand.strip()
         want = NUMPY[type_name]
         if operand in self.names:
@@ -255,6 +262,8 @@ class SegmentWriter:
         if operand not in self.names:
             self.refuse(f"destination {operand!r}")
         index = self.names[operand]
+        if self.flush and type_name == "f32":
+            expression = f"A.flush({expression})"
         expression = self.convert_stored(expression, NUMPY[type_name], self.program.storage[index])
         if self.guard:
             expression = f"A.where({self.guard}, {expression}, {self.register(operand)})"
@@ -436,7 +445,9 @@ class SegmentWriter:
     @emits(r"(add|sub|mul)(?:\.(rn|rz|rm|rp))?(\.sat)?\.(f32|f64)")
     def _float(self, operands, match, name, rounding, saturate, type_name):
         a, b = (self.read(o, type_name) for o in operands[1:])
-        if rounding in (None, "rn"):
+        if self.flush and name == "mul":
+            value = f"A.multiply_flush({a}, {b}, {rounding or 'rn'!r})"
+        elif rounding in (None, "rn"):
             value = f"{a} {dict(add='+', sub='-', mul='*')[name]} {b}"
         elif type_name == "f64":
             self.refuse("directed rounding")
@@ -451,9 +462,12 @@ class SegmentWriter:
         a, b, c = (self.read(o, type_name) for o in operands[1:4])
         if rounding != "rn" and type_name == "f64":
             self.refuse("directed rounding")
-        value = (
-            f"A.fma_{type_name}({a}, {b}, {c})" if rounding == "rn" else f"A.fma_directed({a}, {b}, {c}, {rounding!r})"
-        )
+        if self.flush:
+            value = f"A.fma_flush({a}, {b}, {c}, {rounding!r})"
+        elif rounding == "rn":
+            value = f"A.fma_{type_name}({a}, {b}, {c})"
+        else:
+            value = f"A.fma_directed({a}, {b}, {c}, {rounding!r})"
         self.write(operands[0], type_name, f"A.saturate({value})" if saturate else value)
 
     @emits(r"div\.(?:rn|full|approx)\.(f32)|div\.rn\.(f64)")
@@ -790,15 +804,25 @@ class SegmentWriter:
             self.refuse(f"rounding mode {mode}")
         self.write(operands[0], to, value)
 
+    @emits(r"cvt\.rn\.relu\.(f16|bf16)\.f32")
+    def _convert_relu(self, operands, match, to):
+        value = f"A.maximum_nan({self.read(operands[1], 'f32')}, {self.program.constant(0, 'float32')})"
+        self.write(operands[0], "b16", f"A.f32_to_{to}({value})")
+
+    @emits(r"cvt\.(rna|rn|rz)(\.relu)?\.tf32\.f32")
+    def _convert_tf32(self, operands, match, mode, relu):
+        value = self.read(operands[1], "f32")
+        if relu:
+            value = f"A.maximum_nan({value}, {self.program.constant(0, 'float32')})"
+        self.write(operands[0], "b32", f"A.f32_to_tf32({value}, {mode!r})")
+
     @emits(r"cvt\.(rn|rz)(\.relu)?\.(f16x2|bf16x2)\.f32")
     def _convert_pair(self, operands, match, mode, relu, to):
         high, low = (self.read(o, "f32") for o in operands[1:3])
         if relu:
             zero = self.program.constant(0, "float32")
             high, low = (f"A.maximum_nan({v}, {zero})" for v in (high, low))
-        if mode == "rz" and to == "f16x2":
-            self.refuse("rounding mode rz")
-        call = "A.f32_to_f16({0})" if to == "f16x2" else f"A.f32_to_bf16({{0}}, {mode!r})"
+        call = f"A.f32_to_{to[:-2]}({{0}}, {mode!r})"
         shift = self.program.constant(16, "uint32")
         self.write(operands[0], "b32", f"{call.format(high)}.astype(uint32) << {shift} | {call.format(low)}")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from . import arithmetic, memory, registry
+from . import approximations, arithmetic, memory, registry
 from .emit import NUMPY, SIZE_OF, SegmentWriter
 from .parser import Instruction, Kernel, split_operands, type_bytes
 
@@ -56,7 +56,7 @@ class Program:
         self.names = {name: i for i, name in enumerate(kernel.registers)}
         self.storage = self._storage_types()
         self.rounded = self._rounded_registers()
-        self.environment = {"np": np, "A": arithmetic, "memory": memory}
+        self.environment = {"np": np, "A": arithmetic, "approximations": approximations, "memory": memory}
         for name in set(NUMPY.values()):
             self.environment[name] = getattr(np, name)
         self.constants: dict[tuple, str] = {}

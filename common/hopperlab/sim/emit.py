@@ -470,7 +470,11 @@ class SegmentWriter:
             value = f"A.fma_directed({a}, {b}, {c}, {rounding!r})"
         self.write(operands[0], type_name, f"A.saturate({value})" if saturate else value)
 
-    @emits(r"div\.(?:rn|full|approx)\.(f32)|div\.rn\.(f64)")
+    @emits(r"div\.approx\.f32")
+    def _divide_approximately(self, operands, match):
+        self.simple(operands, "f32", "approximations.divide({0}, {1})")
+
+    @emits(r"div\.(?:rn|full)\.(f32)|div\.rn\.(f64)")
     def _float_divide(self, operands, match, single, double):
         self.simple(operands, single or double, "{0} / {1}")
 
@@ -481,12 +485,7 @@ class SegmentWriter:
 
     @emits(r"(rsqrt|ex2|lg2|sin|cos|tanh)\.approx\.f32")
     def _approximate(self, operands, match, name):
-        value = self.local(f"{self.read(operands[1], 'f32')}.astype(float64)")
-        self.cache.popitem()
-        call = {"rsqrt": "1 / np.sqrt({0})", "ex2": "np.exp2({0})", "lg2": "np.log2({0})"}.get(
-            name, f"np.{name}({{0}})"
-        )
-        self.write(operands[0], "f32", f"({call.format(value)}).astype(float32)")
+        self.simple(operands, "f32", f"approximations.evaluate({name!r}, {{0}})")
 
     @emits(r"(min|max)(\.NaN)?\.(f32|f64)")
     def _float_min_max(self, operands, match, name, nan, type_name):

@@ -577,6 +577,5 @@ for swizzle in (32, 64, 128):
 # It refuses these by the instruction's name. Their records stay, so that a name can leave this list as soon as it is modelled.
 REFUSED = frozenset("""
     integer/integer_rare integer/integer_packed integer/integer_carry float/float_choose_sign
-    float/float_divide_directed float/float_double_directed float/float_half2_rare approx/approx_flush
-    approx/approx_packed
+    float/float_divide_directed float/float_double_directed float/float_half2_rare approx/approx_packed
 """.split())

@@ -4,7 +4,7 @@
 
 Each case runs twice on the GPU and must give the same bits twice. A worker process runs the cases one after another; when
 one hangs, faults or crashes, the worker is replaced and the other cases go on. Writes recorded.json beside this file:
-per result the SHA-256 of its bytes and its first words. Exits with 1 if a case failed; its old record is removed.
+per result the SHA-256 of its bytes and its first words, or all of an approximate instruction's. Exits with 1 if a case failed; its old record is removed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 from cases import CASES
-from suite import FOLDER, RECORD, run
+from suite import FOLDER, RECORD, recorded, run
 
 from hopperlab import compile as compiler
 
@@ -42,7 +42,7 @@ def work(names: list[str], save: str | None, pipe) -> None:
                 raise RuntimeError(f"two runs differ in {differing}")
             if save:
                 np.savez(Path(save) / (name.replace("/", "_") + ".npz"), **{label.replace("/", "_"): r.data for label, r in first.items()})
-            pipe.send((name, {label: {"sha256": r.sha256, "first": r.first} for label, r in first.items()}, False))
+            pipe.send((name, {label: recorded(label, r) for label, r in first.items()}, False))
         except Exception as error:
             # After an illegal address or a trap the CUDA context is lost, and every later call fails.
             try:

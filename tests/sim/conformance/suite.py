@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from hopperlab.kernel import Kernel
+from hopperlab.sim.approximations import BOUNDS
 from hopperlab.tensormap import TensorMap
 
 FOLDER = Path(__file__).parent
@@ -89,6 +90,32 @@ class Result:
         data = self.data[: 4 * WORDS_SHOWN]
         words = np.pad(data, (0, -len(data) % 4)).view("<u4")
         return " ".join(f"{word:08x}" for word in words)
+
+
+def bound(label: str) -> tuple[int, float] | None:
+    """How far a result of this instruction may be from the hardware's: units in the last place, absolute. None: not at all."""
+    return BOUNDS.get(".".join(label.split(".")[:2])) if label.endswith(".f32") else None
+
+
+def recorded(label: str, result: Result) -> dict[str, str]:
+    """What recorded.json holds of a result. Approximations are compared word by word, so all of their words."""
+    entry = {"sha256": result.sha256, "first": result.first}
+    return entry | {"bytes": result.data.tobytes().hex()} if bound(label) else entry
+
+
+def agrees(label: str, result: Result, entry: dict[str, str]) -> bool:
+    """Does a result equal the record, or lie within its bound? NaN, signs of zero and infinity must be equal in any case."""
+    if result.sha256 == entry["sha256"] or bound(label) is None:
+        return result.sha256 == entry["sha256"]
+    ulps, absolute = bound(label)
+    words, expected = result.data.view("<i4"), np.frombuffer(bytes.fromhex(entry["bytes"]), "<i4")
+    if words.size != expected.size:
+        return False
+    a, b = words.view("<f4").astype("f8"), expected.view("<f4").astype("f8")
+    close = (words >> 31 == expected >> 31) & (np.abs((words & 0x7FFFFFFF) - (expected & 0x7FFFFFFF)) <= ulps)
+    finite = np.isfinite(a) & np.isfinite(b)
+    close[finite] |= np.abs(a[finite] - b[finite]) <= absolute
+    return bool((close & finite & ((a != 0) | (b != 0)) | (words == expected)).all())
 
 
 def run(case: Case, device="cpu", **simulator_options) -> dict[str, Result]:

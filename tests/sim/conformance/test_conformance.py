@@ -1,11 +1,14 @@
-"""The simulator computes, bit for bit, what an H200 computed for every conformance case, in every order of events."""
+"""The simulator computes, bit for bit, what an H200 computed for every conformance case, in every order of events.
+
+Approximate instructions are held to the bounds of hopperlab.sim.approximations instead.
+"""
 
 import json
 
 import numpy as np
 import pytest
 from cases import CASES, REFUSED
-from suite import COMMAND, RECORD, Case, Map, Out, run
+from suite import COMMAND, RECORD, Case, Map, Out, Result, agrees, bound, recorded, run
 
 from hopperlab.sim import Hazard, UnknownInstruction
 
@@ -22,7 +25,7 @@ def test_equals_hardware(case):
     for order in ("lazy",) if case.group in WITHOUT_EVENTS else ORDERS:
         results = run(case, **ORDERS[order])
         assert results.keys() == expected.keys(), f"the case has changed since it was recorded; run: {COMMAND} --only {case.name}"
-        wrong = [label for label in results if results[label].sha256 != expected[label]["sha256"]]
+        wrong = [label for label in results if not agrees(label, results[label], expected[label])]
         report = "\n".join(f"{label}\n  simulator {results[label].first}\n  hardware  {expected[label]['first']}" for label in wrong)
         assert not wrong, f"{order}: {len(wrong)} of {len(results)} results differ from the hardware's in their bits\n{report}"
 
@@ -51,6 +54,18 @@ def test_refuses_innermost_coordinate_off_16_bytes(entry, x):
     expected = rf"line \d+ of \S+.*innermost coordinate of the TMA {kind} is {x}, which is {x * itemsize} bytes.*multiple of 16"
     with pytest.raises(Hazard, match=expected):
         run(case)
+
+
+def test_bounds_hold_for_approximate_instructions_only():
+    one, near, far = (Result(np.array([x], "<f4").view("uint8")) for x in (1.0, 1.0 + 2**-23, 1.0 + 2**-20))
+    assert agrees("rcp.approx.f32", near, recorded("rcp.approx.f32", one))
+    assert not agrees("rcp.approx.f32", far, recorded("rcp.approx.f32", one))
+    assert not agrees("add.rn.f32", near, recorded("add.rn.f32", one))
+    nan, zero, minus_zero = (Result(np.array([x], "<f4").view("uint8")) for x in (np.nan, 0.0, -0.0))
+    for other in (one, nan, minus_zero):
+        assert not agrees("rcp.approx.f32", zero, recorded("rcp.approx.f32", other))
+    bounded = {label for results in RECORDED.values() for label in results if bound(label)}
+    assert all("approx" in label or ".full." in label for label in bounded)
 
 
 def test_record_fits_the_list():

@@ -212,3 +212,21 @@ def test_coverage_and_mix(run):
     )
     assert ("kernel.cu", 3) in report.not_covered() and ("kernel.cu", 4) not in report.not_covered()
     assert report.instructions["popc"] == 1
+
+
+def test_a_tensor_right_behind_another_does_not_hide_the_overrun(run):
+    storage = torch.zeros(64)
+    with pytest.raises(sim.MemoryFault, match="writes 4 bytes at 0 bytes after the end of argument 0 "):
+        run('extern "C" __global__ void k(float* x, float* y) { x[threadIdx.x + 32] = y[threadIdx.x]; }', storage[:32], storage[32:])
+
+
+def test_bank_conflicts_are_counted_per_line(run):
+    source = """extern "C" __global__ void k(float* y) {
+      __shared__ float tile[32][PITCH];
+      tile[threadIdx.x][0] = 1;
+      __syncthreads();
+      y[threadIdx.x] = tile[threadIdx.x][0];
+    }"""
+    for pitch, wavefronts in ((32, 32), (33, 1)):
+        report = run(source, np.zeros(32, np.float32), constants={"PITCH": pitch}, trace=True)
+        assert report.bank_conflicts == {("kernel.cu", 3): (1, wavefronts), ("kernel.cu", 5): (1, wavefronts)}

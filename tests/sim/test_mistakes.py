@@ -91,7 +91,7 @@ MISTAKES = {
         "cluster", [("  cluster_sync();                                                // nobody", "  //")],
         "exits without knowing that the access|which has exited"),
     "27 staging swizzle forgotten": (
-        "cluster", [("((column % 8 ^ tile_row % 8) * 16)", "column % 8 * 16")], "undoes a 128-byte swizzle, but the store at .* without it"),
+        "cluster", [("((column % 8 ^ tile_row % 8) * 16)", "column % 8 * 16")], "tensor map undoes a 128-byte swizzle, but the store at .* without it"),
     "28 two threads issue the store": (
         "cluster", [("      if (thread == 0) {\n        for (int half", "      if (thread < 2) {\n        for (int half")],
         "2 threads issue the same TMA store"),

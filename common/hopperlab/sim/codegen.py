@@ -9,6 +9,7 @@ What an instruction becomes is in emit.py.
 
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -174,21 +175,46 @@ class Program:
         value = self.environment[writer.read(operand, type_name)]
         return lambda fragment: value
 
-    def pointer_parameters(self, instruction: Instruction) -> set[int]:
-        """Parameters whose pointers can reach the address of a memory instruction, by following definitions back."""
-        definitions: dict[str, list[Instruction]] = {}
+    @cached_property
+    def definitions(self) -> dict[str, list[Instruction]]:
+        """The instructions that write each register."""
+        found: dict[str, list[Instruction]] = {}
         for candidate in self.instructions:
             for name in split_operands(candidate.operands[0].strip("{}")) if candidate.operands else []:
-                definitions.setdefault(name, []).append(candidate)
+                found.setdefault(name, []).append(candidate)
+        return found
+
+    def uses_xor(self, index: int) -> bool:
+        """Does an XOR of two changing values go into the operands of instruction number index?"""
+        waiting = [w for o in self.instructions[index].operands for w in re.findall(r"[%$\w@.]+", o) if w in self.names]
+        seen = set(waiting)
+        while waiting:
+            for source in self.definitions.get(waiting.pop(), []):
+                if source.parts[0] == "lop3" or source.parts[0] == "xor" and source.operands[2] not in ("1", "-1"):
+                    return True
+                if registry.find(source.opcode):
+                    continue
+                for word in re.findall(r"[%$\w@.]+", " ".join(source.operands[1:])):
+                    if word in self.names and word not in seen:
+                        seen.add(word)
+                        waiting.append(word)
+        return False
+
+    def pointer_parameters(self, instruction: Instruction) -> set[int] | None:
+        """Parameters that the address of a memory instruction is computed from; None if anything else goes into it."""
         offsets = {p.name: i for i, p in enumerate(self.kernel.parameters)}
-        waiting = [w for o in instruction.operands if "[" in o for w in re.findall(r"[%$\w@.]+", o)]
+        waiting = [w for o in instruction.operands if "[" in o for w in re.findall(r"[%$\w@.]+", o) if w in self.names]
         seen, found = set(waiting), set()
         while waiting:
-            for source in definitions.get(waiting.pop(), []):
+            for source in self.definitions.get(waiting.pop(), []):
+                if source.opcode.startswith("ld.param"):
+                    found.update(offsets[w] for w in re.findall(r"[\w$]+", source.operands[1]) if w in offsets)
+                    continue
+                if source.parts[0] in ("ld", "atom") or registry.find(source.opcode):
+                    return None
                 for word in re.findall(r"[%$\w@.]+", " ".join(source.operands[1:])):
-                    if source.opcode.startswith("ld.param") and word in offsets:
-                        found.add(offsets[word])
-                    elif word in self.names and word not in seen and self.kernel.registers[word].endswith("64"):
+                    wide = word in self.names and self.kernel.registers[word].endswith("64")
+                    if wide and source.parts[0] not in ("cvt", "setp") and word not in seen:
                         seen.add(word)
                         waiting.append(word)
         return found

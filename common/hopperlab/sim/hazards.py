@@ -266,7 +266,7 @@ class Observer:
                     )
             self.write_warp[cells], self.write_clock[cells], self.write_line[cells] = who, stamps, instruction
             self.stored_pages[place >> 10] = True
-            self.events.append((lane_warps, place))
+            self.events.append((lane_warps, place, instruction))
             self.store_event[place >> 4] = len(self.events) - 1
             if len(self.events) > 20000:
                 self.events, self.store_event[:] = [None], 0
@@ -464,7 +464,8 @@ class Observer:
         access = _AsyncAccess(low, high, False, what, where)
         self.accesses.append(access)
         if box is not None and box.map.swizzle:
-            self._check_store_layout(fragment, box, low_chunk, where)
+            pieces = box.chunks(low_chunk).reshape(box.rows, -1)
+            self._check_stored_layout(fragment, pieces, box.map.swizzle, where, "the tensor map")
         return access
 
     def read_done(self, access, fragment):
@@ -472,11 +473,18 @@ class Observer:
 
     def wgmma_read(self, fragment, operand, descriptor, chunks, low, high, where, state):
         """An operand tile of a wgmma.  Reads of one group that overlap share a record."""
+        from .copy_engine import swizzle
         from .tensor_core import decode_descriptor
 
         warps = self._warps(fragment)
         _, _, stride, _, span = decode_descriptor(descriptor)
         self._check_descriptor(fragment, operand, span, stride, low, high, where)
+        if span and not operand.transposed and self.stored_pages[low >> 10 : (high + 1023) >> 10].any():
+            start = low - low % span
+            rows, columns = np.arange(operand.rows)[:, None], np.arange(span // 16)[None]
+            whole = swizzle(start + rows // 8 * stride + rows % 8 * span + columns * 16, span) >> 4
+            if whole.max() < self.store_event.size:
+                self._check_stored_layout(fragment, whole, span, where, f"the descriptor of operand {operand.label}")
         places = ((chunks + fragment.unit.shared_base) >> 4).reshape(-1)
         what = f"wgmma (operand {operand.label})"
         record = self.async_read(fragment, low, high, what, where, chunks=places, warps=warps)
@@ -514,36 +522,44 @@ class Observer:
                     f"{access.box.pitch} bytes: it must be 8 x {access.box.pitch} = {8 * access.box.pitch}."
                 )
 
-    def _check_store_layout(self, fragment, box, place, where):
-        """A staging tile written without the swizzle that the tensor map undoes on the way out.
+    def _check_stored_layout(self, fragment, pieces, span, where, reader):
+        """A tile that ordinary stores wrote without the swizzle that its reader undoes.
 
-        One store instruction of a warp writes the same columns of several rows.  If the columns agree between rows where
-        the bytes lie, but not after the map's swizzle is undone, the writer has forgotten the swizzle.
+        pieces holds the 16-byte places of the tile by row and logical column.  A store instruction writes the same columns
+        of several rows.  If those agree between rows where the bytes lie, but not in the reader's order, and no XOR goes
+        into the instruction's addresses or values, the writer has forgotten the swizzle.
         """
         self.layouts_checked[where] = self.layouts_checked.get(where, 0) + 1
         if self.layouts_checked[where] > 4:
             return
-        pieces = box.chunks(place).reshape(box.rows, -1)
-        events = self.store_event[pieces]
-        found = np.unique(events)
-        for event in found[found > 0][:4].tolist():
-            lane_warps, places = self.events[event]
-            rows, columns = np.nonzero(events == event)
-            spots = {int(p): (r, c) for p, r, c in zip(pieces[rows, columns], rows.tolist(), columns.tolist())}
-            physical, logical = {}, {}
-            for address in places[lane_warps == lane_warps[0]].tolist():
-                spot = spots.get(address >> 4)
-                if spot is not None:
-                    physical.setdefault(spot[0], []).append((address - place) % box.pitch >> 4)
-                    logical.setdefault(spot[0], []).append(spot[1])
-            if len(physical) < 2:
-                continue
-            if len({tuple(v) for v in physical.values()}) == 1 and len({tuple(v) for v in logical.values()}) > 1:
+        spots = {int(p): (r, c) for (r, c), p in np.ndenumerate(pieces)}
+        seen: dict[int, tuple[dict, dict]] = {}
+        events = np.unique(self.store_event[pieces])
+        for event in events[events > 0][:64].tolist():
+            lane_warps, places, instruction = self.events[event]
+            physical, logical = seen.setdefault(instruction, ({}, {}))
+            for warp in np.unique(lane_warps).tolist():
+                columns: dict[int, tuple[list, list]] = {}
+                for address in places[lane_warps == warp].tolist():
+                    spot = spots.get(address >> 4)
+                    if spot is not None:
+                        pair = columns.setdefault(spot[0], ([], []))
+                        pair[0].append(address % span >> 4)
+                        pair[1].append(spot[1])
+                for row, (there, meant) in columns.items():
+                    physical.setdefault(row, set()).add(tuple(there))
+                    logical.setdefault(row, set()).add(tuple(meant))
+        for instruction, (physical, logical) in seen.items():
+            groups: dict[frozenset, list[int]] = {}  # rows that one instruction fills in the same pattern
+            for row, columns in physical.items():
+                groups.setdefault(frozenset(columns), []).append(row)
+            if any(len({frozenset(logical[row]) for row in rows}) > 1 for rows in groups.values()):
+                if self.machine.program.uses_xor(instruction):
+                    continue
                 raise Hazard(
-                    f"{fragment.who()}, {where}: the tensor map undoes {_swizzle_name(box.map.swizzle)}, but the store "
-                    f"at {self.machine.where(int(self.write_line[places[0] >> self.shift]))} wrote the staging tile row "
-                    "by row without it. XOR the 16-byte column with the row (modulo 8) when writing, or map the output "
-                    "without a swizzle."
+                    f"{fragment.who()}, {where}: {reader} undoes {_swizzle_name(span)}, but the store at "
+                    f"{self.machine.where(instruction)} wrote the tile row by row without it. XOR the 16-byte column with "
+                    "the row (modulo 8 for 128 bytes) when writing, or read it without a swizzle."
                 )
 
     def register_in_flight(self, fragment, segment):

@@ -244,7 +244,7 @@ class Machine:
         self.counters, self.printed, self.progress = Counter(), [], 0
         self.bank_conflicts: dict[int, list[int]] = {}
         self.count_banks = options.get("bank_conflicts", False)
-        self._parameters = {}
+        self._parameters, self._origins = {}, {}
         self.resident: list[Cluster] = []
 
     # ---- for generated code and special instructions --------------------------------------------------------------
@@ -264,10 +264,11 @@ class Machine:
 
     def origin(self, index: int):
         """The tensor that the address of instruction number index is computed from, if there is only one."""
-        regions = [
-            self.argument_regions.get(i) for i in self.program.pointer_parameters(self.program.instructions[index])
-        ]
-        return regions[0] if len(regions) == 1 else None
+        if index not in self._origins:
+            parameters = self.program.pointer_parameters(self.program.instructions[index]) or ()
+            regions = [self.argument_regions[i] for i in parameters if i in self.argument_regions]
+            self._origins[index] = regions[0] if len(regions) == 1 else None
+        return self._origins[index]
 
     def where_pc(self, pc: int) -> str:
         segment = self.program.segments[pc]

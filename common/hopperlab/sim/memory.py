@@ -208,8 +208,11 @@ class GlobalSpan(Span):
     def _resolve(self, offset, dtype, size, instruction, write):
         region = self.region
         if region is None or self.low + offset < region.start or self.high + offset + size > region.end:
-            region = self.unit.machine.memory.find(self.low + offset, size)
-            if region is None or self.high + offset + size > region.end:
+            # An address computed from one tensor must stay inside it, also where another tensor happens to lie beyond.
+            region = self.unit.machine.origin(instruction)
+            if region is None:
+                region = self.unit.machine.memory.find(self.low + offset, size)
+            if region is None or self.low + offset < region.start or self.high + offset + size > region.end:
                 return self._scattered(offset, dtype, size, instruction, write)
             self.region = region
             self._index.clear()
@@ -232,16 +235,19 @@ class GlobalSpan(Span):
 
     def _scattered(self, offset, dtype, size, instruction, write):
         """Lanes in several tensors: find the offender, or copy through a gathered view."""
-        memory = self.unit.machine.memory
+        memory, origin = self.unit.machine.memory, self.unit.machine.origin(instruction)
         addresses = (np.atleast_1d(self.address).astype(np.int64) + offset).tolist()
-        regions = [memory.find(a, size) for a in addresses]
+        if origin is not None:
+            regions = [origin if origin.start <= a and a + size <= origin.end else None for a in addresses]
+        else:
+            regions = [memory.find(a, size) for a in addresses]
         for i, region in enumerate(regions):
             if region is None:
                 bad = np.arange(len(addresses)) == i
                 verb = "writes" if write else "reads"
                 raise MemoryFault(
                     f"{self._who(bad if self.address.ndim else True, instruction)}: {verb} {size} bytes at "
-                    f"{memory.describe(addresses[i], size, self.unit.machine.origin(instruction))}. No tensor of this "
+                    f"{memory.describe(addresses[i], size, origin)}. No tensor of this "
                     "launch holds that address: look at the bounds check of the row and column, and at the leading "
                     "dimension."
                 )

@@ -1,0 +1,74 @@
+"""Right kernels of many styles: the right result, and not one complaint, in every order of events."""
+
+import gemms
+import pytest
+import torch
+
+from hopperlab import sim
+from hopperlab.compile import compile_source
+from hopperlab.tensormap import TensorMap
+
+ORDERS = [dict(order="lazy"), dict(order="eager")] + [dict(seed=s, order=("lazy", "eager")[s % 2]) for s in range(12)]
+
+
+@pytest.fixture(scope="module")
+def ptx():
+    return compile_source((gemms.KERNELS / "right.cu").read_text(), "right.cu").ptx
+
+
+def f8(*shape, generator):
+    return torch.randn(*shape, generator=generator).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_double_buffer(ptx, order):
+    generator = torch.Generator().manual_seed(1)
+    a, b, d = f8(64, 640, generator=generator), f8(64, 640, generator=generator), torch.zeros(64, 64)
+    maps = [TensorMap.tiled(x, box=(128, 64), swizzle=128) for x in (a, b)]
+    sim.launch(ptx, "double_buffer", [*maps, d, 640], grid=1, block=128, shared_bytes=4 * 64 * 128, **order)
+    assert torch.allclose(d, a.float() @ b.float().T, atol=0.5)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_operands_made_in_the_kernel(ptx, order):
+    generator = torch.Generator().manual_seed(2)
+    a, b = (torch.randn(64, 256, generator=generator) for _ in range(2))
+    d = torch.zeros(64, 64)
+    sim.launch(ptx, "made_in_kernel", [a, b, d, 256], grid=1, block=128, shared_bytes=2 * 64 * 128, **order)
+    assert torch.allclose(d, a.to(torch.float8_e4m3fn).float() @ b.to(torch.float8_e4m3fn).float().T, atol=0.5)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_ampere_style(ptx, order):
+    generator = torch.Generator().manual_seed(3)
+    a, b = (torch.randn(rows, 160, generator=generator).to(torch.bfloat16) for rows in (32, 8))
+    d = torch.zeros(32, 8)
+    sim.launch(ptx, "ampere_style", [a, b, d, 160], grid=1, block=64, **order)
+    assert torch.allclose(d, a.float() @ b.float().T, atol=1e-3)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_store_ring(ptx, order):
+    x, y = torch.randn(6 * 64, 32), torch.zeros(6 * 64, 32)
+    sim.launch(ptx, "store_ring", [TensorMap.tiled(y, box=(32, 64), swizzle=128), x, 6], grid=1, block=128, **order)
+    assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("old, new, message", [
+    ("if (k > 0) wgmma_wait<0>();", "", "still reads it|still belongs|not ordered"),
+    ("    fence_proxy_async_shared();\n    __syncthreads();\n    wgmma_hold", "    __syncthreads();\n    wgmma_hold", "no proxy fence"),
+    ("wait_group 1;\" ::: \"memory\");\n    __syncthreads();", "wait_group 1;\" ::: \"memory\");", "race on tile_|nothing has written"),
+    ("tma_store_wait_read<1>();", "tma_store_wait_read<2>();", "may still read"),
+    ("(piece ^ row % 8) * 16)", "piece * 16)", "undoes a 128-byte swizzle"),
+    ("(pair / 8 ^ row % 8) * 16", "(pair / 8) * 16", "descriptor of operand A undoes a 128-byte swizzle, but the store at .* without it"),
+])  # fmt: skip
+def test_broken_versions_are_reported(old, new, message):
+    text = (gemms.KERNELS / "right.cu").read_text()
+    assert old in text
+    broken = compile_source(text.replace(old, new), "right.cu").ptx
+    for order in ORDERS[:4]:
+        with pytest.raises(sim.SimulatorError, match=f"(?s){message}"):
+            test_double_buffer(broken, order)
+            test_operands_made_in_the_kernel(broken, order)
+            test_ampere_style(broken, order)
+            test_store_ring(broken, order)

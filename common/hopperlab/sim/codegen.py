@@ -184,9 +184,20 @@ class Program:
                 found.setdefault(name, []).append(candidate)
         return found
 
-    def uses_xor(self, index: int) -> bool:
-        """Does an XOR of two changing values go into the operands of instruction number index?"""
-        waiting = [w for o in self.instructions[index].operands for w in re.findall(r"[%$\w@.]+", o) if w in self.names]
+    def may_swizzle(self, index: int) -> bool:
+        """Can the store number index put data in a swizzled order?
+
+        Yes if an XOR goes into its operands, or if it copies what it loaded: that may have been swizzled before.
+        """
+        store = self.instructions[index]
+        waiting = [w for o in store.operands for w in re.findall(r"[%$\w@.]+", o) if w in self.names]
+        values = [w for w in re.findall(r"[%$\w@.]+", store.operands[1]) if w in self.names]
+        while values:
+            for source in self.definitions.get(values.pop(), []):
+                if source.parts[0] in ("ld", "ldmatrix") and ".param" not in source.opcode:
+                    return True
+                if source.parts[0] == "mov":
+                    values.extend(w for w in re.findall(r"[%$\w@.]+", source.operands[1]) if w in self.names)
         seen = set(waiting)
         while waiting:
             for source in self.definitions.get(waiting.pop(), []):

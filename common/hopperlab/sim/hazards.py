@@ -526,8 +526,8 @@ class Observer:
         """A tile that ordinary stores wrote without the swizzle that its reader undoes.
 
         pieces holds the 16-byte places of the tile by row and logical column.  A store instruction writes the same columns
-        of several rows.  If those agree between rows where the bytes lie, but not in the reader's order, and no XOR goes
-        into the instruction's addresses or values, the writer has forgotten the swizzle.
+        of several rows.  If those agree between rows where the bytes lie, but not in the reader's order, and the
+        instruction neither copies loaded data nor has an XOR in its operands, the writer has forgotten the swizzle.
         """
         self.layouts_checked[where] = self.layouts_checked.get(where, 0) + 1
         if self.layouts_checked[where] > 4:
@@ -554,7 +554,7 @@ class Observer:
             for row, columns in physical.items():
                 groups.setdefault(frozenset(columns), []).append(row)
             if any(len({frozenset(logical[row]) for row in rows}) > 1 for rows in groups.values()):
-                if self.machine.program.uses_xor(instruction):
+                if self.machine.program.may_swizzle(instruction):
                     continue
                 raise Hazard(
                     f"{fragment.who()}, {where}: {reader} undoes {_swizzle_name(span)}, but the store at "

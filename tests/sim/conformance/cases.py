@@ -441,8 +441,10 @@ for fmt in ("f16", "bf16"):
     for family in ("normal", "spread", "any"):
         warp_mma(fmt, fmt, "m16n8k16", "f32", (4, 2, 4), family)
     warp_mma(fmt, fmt, "m16n8k8", "f32", (2, 1, 4))
-warp_mma("f16", "f16", "m16n8k16", "f16", (4, 2, 2))
-for family in ("normal", "spread"):
+for family in ("normal", "any"):
+    warp_mma("f16", "f16", "m16n8k16", "f16", (4, 2, 2), family)
+warp_mma("f16", "f16", "m16n8k8", "f16", (2, 1, 2))
+for family in ("normal", "spread", "any"):
     warp_mma("tf32", "tf32", "m16n8k8", "f32", (4, 2, 4), family)
 warp_mma("tf32", "tf32", "m16n8k4", "f32", (2, 1, 4))
 warp_mma("s8", "s8", "m16n8k32", "s32", (4, 2, 4))
@@ -545,6 +547,9 @@ for fmt in ("f16", "bf16"):
     wgmma(f"{fmt}_a_registers_b_transposed", 16, fmt, fmt, b=descriptor(32, 256, 512), advance=(0, 512), tail="-1, 1, 1", registers=True, steps=2)
 wgmma("f16_f16", 16, "f16", "f16", d="f16", tail="1, 1, 0, 0")
 wgmma("f16_f16_spread", 16, "f16", "f16", d="f16", tail="1, 1, 0, 0", family="spread")
+wgmma("f16_f16_negate_a", 16, "f16", "f16", d="f16", tail="-1, 1, 0, 0", scale_first=0)
+for pair in (("e4m3", "e4m3"), ("e5m2", "e5m2"), ("f16", "f16")):
+    wgmma(f"{pair[0]}_{pair[1]}_f16_any", 16, *pair, d="f16", tail="1, 1, 0, 0" if pair[0] == "f16" else "1, 1", family="any", steps=1)
 # MN-major: 64, 32 or 16 values of M or N in a swizzled row, one row per k.
 wgmma("transposed_a_128", 16, "bf16", "bf16", a=descriptor(128, 1024, 4096), advance=(2048, 32), tail="1, 1, 1, 0", steps=3)
 wgmma("transposed_b_128", 64, "bf16", "bf16", b=descriptor(128, 1024, 4096), advance=(32, 2048), tail="1, 1, 0, 1", steps=3)
@@ -561,8 +566,9 @@ wgmma("transposed_no_swizzle", 16, "bf16", "bf16", a=descriptor(0, 128, 256), b=
 wgmma("transposed_no_swizzle_swapped", 16, "bf16", "bf16", a=descriptor(0, 1024, 128), b=descriptor(0, 256, 512), advance=(0, 0),
       tail="1, 1, 1, 1", steps=1)  # fmt: skip
 
-for family in ("normal", "spread"):
-    wgmma(f"tf32_{family}", 16, "tf32", "tf32", family=family)
+for family in ("normal", "spread", "any"):
+    wgmma(f"tf32_{family}", 16, "tf32", "tf32", family=family, steps=1 if family == "any" else 4)
+wgmma("tf32_negate_b", 16, "tf32", "tf32", tail="1, -1")
 wgmma("tf32_a_registers", 16, "tf32", "tf32", registers=True)
 wgmma("s8", 16, "s8", "s8", d="s32", tail="", steps=2)
 wgmma("u8_s8", 16, "u8", "s8", d="s32", tail="", steps=2)

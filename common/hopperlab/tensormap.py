@@ -170,9 +170,17 @@ class TensorMap:
             [driver.cuuint32_t(s) for s in self.element_strides],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             name(driver.CUtensorMapSwizzle, "CU_TENSOR_MAP_SWIZZLE", f"{self.swizzle}B" if self.swizzle else "NONE"),
-            name(driver.CUtensorMapL2promotion, "CU_TENSOR_MAP_L2_PROMOTION", f"L2_{self.l2_promotion}B" if self.l2_promotion else "NONE"),
-            name(driver.CUtensorMapFloatOOBfill, "CU_TENSOR_MAP_FLOAT_OOB_FILL", "NAN_REQUEST_ZERO_FMA" if self.fill_nan else "NONE"),
-        )  # fmt: skip
+            name(
+                driver.CUtensorMapL2promotion,
+                "CU_TENSOR_MAP_L2_PROMOTION",
+                f"L2_{self.l2_promotion}B" if self.l2_promotion else "NONE",
+            ),
+            name(
+                driver.CUtensorMapFloatOOBfill,
+                "CU_TENSOR_MAP_FLOAT_OOB_FILL",
+                "NAN_REQUEST_ZERO_FMA" if self.fill_nan else "NONE",
+            ),
+        )
         if status != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"cuTensorMapEncodeTiled refused {self}: {status.name}")
         return encoded

@@ -23,6 +23,10 @@ def s64(x):
     return x - (1 << 64) if x >> 63 & 1 else x
 
 
+def byte(x, i):
+    return s32((x >> 8 * i & 255) << 24) >> 24
+
+
 def quotient(a, b):
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
@@ -95,7 +99,7 @@ INTEGER = {
     "bfe.s32 %0, %1, %2, %3": lambda a, b, c: bfe(a, b, c, True),
     "bfi.b32 %0, %1, %2, %3, 5": lambda a, b, c: bfi(a, b, c, 5),
     "mul24.lo.s32 %0, %1, %2": lambda a, b, c: s32(a << 8 & M32) // 256 * (s32(b << 8 & M32) // 256),
-    "dp4a.s32.s32 %0, %1, %2, %3": lambda a, b, c: c + sum(s32((a >> 8 * i & 255) << 24) * s32((b >> 8 * i & 255) << 24) >> 48 for i in range(4)),
+    "dp4a.s32.s32 %0, %1, %2, %3": lambda a, b, c: c + sum(byte(a, i) * byte(b, i) for i in range(4)),
     "slct.b32.s32 %0, %1, %2, %3": lambda a, b, c: a if s32(c) >= 0 else b,
     "set.lt.u32.s32 %0, %1, %2": lambda a, b, c: M32 if s32(a) < s32(b) else 0,
     "{.reg .pred p; setp.hi.u32 p, %1, %2; selp.b32 %0, %1, %3, p;}": lambda a, b, c: a if a > b else c,
@@ -320,7 +324,8 @@ def test_every_fp8_code_decodes(run):
     codes = np.arange(256, dtype=np.uint16)
     out = np.zeros((2, 256), np.float32)
     run(
-        """__device__ float low(u32 h) { float f; PTX("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(f) : "r"(h)); return f; }
+        """__device__ float low(u32 h) {
+          float f; PTX("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(f) : "r"(h)); return f; }
         extern "C" __global__ void k(const u16* in, float* out) {
           int t = threadIdx.x; u32 h;
           PTX("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(h) : "h"(in[t])); out[t] = low(h);
@@ -332,3 +337,48 @@ def test_every_fp8_code_decodes(run):
     )
     for row, dtype in zip(out, (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)):
         assert np.array_equal(row, codes.astype(np.uint8).view(dtype).astype(np.float32), equal_nan=True)
+
+
+# ---- random programs -------------------------------------------------------------------------------------------------
+
+PLAIN = {text: oracle for text, oracle in INTEGER.items() if not text.startswith("{")}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_programs(run, seed):
+    """Sequences of random instructions on eight registers, in loops and branches that the threads decide differently."""
+    rng = np.random.default_rng(seed)
+    texts = list(PLAIN)
+    program = [
+        (texts[rng.integers(len(texts))], rng.integers(0, 8, 4).tolist(), int(rng.integers(0, 32)), rng.random())
+        for _ in range(60)
+    ]
+    body = ""
+    for text, (to, a, b, c), bit, kind in program:
+        statement = f'asm volatile("{text};" : "+r"(r{to}) : "r"(r{a}), "r"(r{b}), "r"(r{c}));'
+        if kind < 0.25:
+            statement = f"if (r{c} >> {bit} & 1) {{ {statement} }} else r{to} ^= r{b};"
+        elif kind < 0.35:
+            statement = f"for (u32 i = 0; i < r{c} % 4; ++i) {{ {statement} }}"
+        body += statement + "\n"
+    names = ", ".join(f"r{i} = in[t + {N * i}]" for i in range(8))
+    ends = " ".join(f"out[t + {N * i}] = r{i};" for i in range(8))
+    x = np.concatenate([words(100 + seed), words(200 + seed), words(300 + seed)])[:8].copy()
+    out = np.zeros((8, N), np.uint32)
+    run(
+        f'extern "C" __global__ void k(const u32* in, u32* out) {{ int t = threadIdx.x; u32 {names};\n{body}{ends} }}',
+        x,
+        out,
+        block=N,
+    )
+    for t in range(0, N, 7):
+        r = [int(v) for v in x[:, t]]
+        for text, (to, a, b, c), bit, kind in program:
+            if kind < 0.25 and not r[c] >> bit & 1:
+                r[to] ^= r[b]
+                continue
+            i = 0
+            while i < (r[c] % 4 if 0.25 <= kind < 0.35 else 1):
+                r[to] = PLAIN[text](r[a], r[b], r[c]) & M32
+                i += 1
+        assert r == out[:, t].tolist(), t

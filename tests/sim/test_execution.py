@@ -5,6 +5,8 @@ import pytest
 import torch
 from hopperlab import sim
 
+K = 'extern "C" __global__ void k'
+
 
 def test_divergence_and_merge(run):
     out = np.zeros(96, np.int32)
@@ -123,11 +125,11 @@ def test_spinning_forever_is_a_deadlock(run):
     with pytest.raises(
         sim.Deadlock, match=r"thread 0 of block \(0, 0, 0\) at .*kernel.cu.* spins on memory that nothing changes"
     ):
-        run('extern "C" __global__ void k(int* f) { while (*(volatile int*)f == 0); }', np.zeros(1, np.int32), block=1)
+        run(K + "(int* f) { while (*(volatile int*)f == 0); }", np.zeros(1, np.int32), block=1)
 
 
 def test_out_of_bounds_names_tensor_thread_and_line(run, tmp_path):
-    source = 'extern "C" __global__ void k(const float* x, float* y) {\n  y[threadIdx.x] =\n    x[threadIdx.x + 3];\n}'
+    source = K + "(const float* x, float* y) {\n  y[threadIdx.x] =\n    x[threadIdx.x + 3];\n}"
     path = tmp_path / "k.cu"
     path.write_text(source)
     storage = torch.zeros(64)
@@ -141,7 +143,7 @@ def test_out_of_bounds_names_tensor_thread_and_line(run, tmp_path):
 def test_misaligned_access(run):
     with pytest.raises(sim.MemoryFault, match="thread 1 .*misaligned global access of 16 bytes"):
         run(
-            'extern "C" __global__ void k(u8* p) { *(uint4*)(p + threadIdx.x * 8) = uint4{1,2,3,4}; }',
+            K + "(u8* p) { *(uint4*)(p + threadIdx.x * 8) = uint4{1,2,3,4}; }",
             np.zeros(1024, np.uint8).view("u8")[:128],
         )
 
@@ -150,12 +152,13 @@ def test_shared_memory_bounds_and_uninitialised_reads(run):
     out = np.zeros(32, np.int32)
     with pytest.raises(sim.MemoryFault, match=r"thread 8 .*writes 4 bytes at shared address"):
         run(
-            'extern "C" __global__ void k(int* o) { __shared__ int s[8]; s[threadIdx.x] = 1; __syncthreads(); o[threadIdx.x] = s[0]; }',
+            K + "(int* o) { __shared__ int s[8]; s[threadIdx.x] = 1; __syncthreads(); o[threadIdx.x] = s[0]; }",
             out,
         )
     with pytest.raises(sim.Hazard, match=r"thread 31 .*reads s \+ 128 .*nothing has written"):
         run(
-            'extern "C" __global__ void k(int* o) { __shared__ int s[33]; s[threadIdx.x] = 1; __syncthreads(); o[threadIdx.x] = s[threadIdx.x + 1]; }',
+            K
+            + "(int* o) { __shared__ int s[33]; s[threadIdx.x] = 1; __syncthreads(); o[threadIdx.x] = s[threadIdx.x + 1]; }",
             out,
         )
 
@@ -165,12 +168,12 @@ def test_syncthreads_that_some_threads_never_reach(run):
         sim.Hazard, match=r"__syncthreads at line 1 .*threads 0..9 of block .* exited without reaching it"
     ):
         run(
-            'extern "C" __global__ void k(int* o) { if (threadIdx.x < 10) return; __syncthreads(); o[0] = 1; }',
+            K + "(int* o) { if (threadIdx.x < 10) return; __syncthreads(); o[0] = 1; }",
             np.zeros(1, np.int32),
         )
     with pytest.raises(sim.Hazard, match="meet at different barriers"):
         run(
-            'extern "C" __global__ void k(int* o) { if (threadIdx.x < 10) { __syncthreads(); o[0] = 1; } else { o[1] = 2; __syncthreads(); } }',
+            K + "(int* o) { if (threadIdx.x < 10) { __syncthreads(); o[0] = 1; } else { o[1] = 2; __syncthreads(); } }",
             np.zeros(2, np.int32),
         )
 
@@ -178,7 +181,7 @@ def test_syncthreads_that_some_threads_never_reach(run):
 def test_shuffle_with_missing_lanes(run):
     with pytest.raises(sim.Hazard, match="exited before"):
         run(
-            'extern "C" __global__ void k(int* o) { if (threadIdx.x < 3) return; o[threadIdx.x] = __shfl_sync(~0u, threadIdx.x, 0); }',
+            K + "(int* o) { if (threadIdx.x < 3) return; o[threadIdx.x] = __shfl_sync(~0u, threadIdx.x, 0); }",
             np.zeros(32, np.int32),
         )
 
@@ -186,7 +189,7 @@ def test_shuffle_with_missing_lanes(run):
 def test_unknown_instructions_are_named(run):
     with pytest.raises(sim.UnknownInstruction, match=r"line 1 of kernel.cu .*'vadd.s32.s32.s32' is not modelled"):
         run(
-            'extern "C" __global__ void k(int* o) { int r; PTX("vadd.s32.s32.s32 %0, %1, %1;" : "=r"(r) : "r"(o[0])); o[0] = r; }',
+            K + '(int* o) { int r; PTX("vadd.s32.s32.s32 %0, %1, %1;" : "=r"(r) : "r"(o[0])); o[0] = r; }',
             np.zeros(1, np.int32),
         )
 
@@ -201,12 +204,12 @@ def test_unknown_instructions_are_named(run):
 ])  # fmt: skip
 def test_launch_limits(run, kwargs, message):
     with pytest.raises(sim.LaunchRefused, match=message):
-        run('extern "C" __global__ void k(int* o) { o[0] = 1; }', np.zeros(1, np.int32), **kwargs)
+        run(K + "(int* o) { o[0] = 1; }", np.zeros(1, np.int32), **kwargs)
 
 
 def test_coverage_and_mix(run):
     report = run(
-        'extern "C" __global__ void k(int* o) {\n  if (o[0] > 5)\n    o[1] = 3;\n  o[2] = __popc(o[3]);\n}',
+        K + "(int* o) {\n  if (o[0] > 5)\n    o[1] = 3;\n  o[2] = __popc(o[3]);\n}",
         np.zeros(4, np.int32),
         block=1,
     )
@@ -217,7 +220,11 @@ def test_coverage_and_mix(run):
 def test_a_tensor_right_behind_another_does_not_hide_the_overrun(run):
     storage = torch.zeros(64)
     with pytest.raises(sim.MemoryFault, match="writes 4 bytes at 0 bytes after the end of argument 0 "):
-        run('extern "C" __global__ void k(float* x, float* y) { x[threadIdx.x + 32] = y[threadIdx.x]; }', storage[:32], storage[32:])
+        run(
+            K + "(float* x, float* y) { x[threadIdx.x + 32] = y[threadIdx.x]; }",
+            storage[:32],
+            storage[32:],
+        )
 
 
 def test_bank_conflicts_are_counted_per_line(run):
@@ -230,3 +237,28 @@ def test_bank_conflicts_are_counted_per_line(run):
     for pitch, wavefronts in ((32, 32), (33, 1)):
         report = run(source, np.zeros(32, np.float32), constants={"PITCH": pitch}, trace=True)
         assert report.bank_conflicts == {("kernel.cu", 3): (1, wavefronts), ("kernel.cu", 5): (1, wavefronts)}
+
+
+def test_an_endless_loop_is_reported(run, monkeypatch):
+    monkeypatch.setattr("hopperlab.sim.machine.STEP_LIMIT", 1000)
+    with pytest.raises(
+        sim.Deadlock,
+        match="thread 0 .* ran 1000 steps without synchronising and is at line 2 of kernel.cu.*an endless loop",
+    ):
+        run(
+            K + "(int* o) {\n  for (int i = 0; i < 10; i += o[0]) o[1] = i;\n}",
+            np.zeros(2, np.int32),
+            block=1,
+        )
+
+
+def test_a_report_reads_as_text(run):
+    text = str(
+        run(
+            K + "(float* o) {\n  if (o[0] > 5)\n    o[1] = 3;\n  o[2] = exp2f(o[3]);\n}",
+            np.zeros(4, np.float32),
+            block=1,
+        )
+    )
+    assert "lines that no thread executed: kernel.cu:3" in text and "thread instructions" in text
+    assert "last bits may differ from a GPU's: ex2.approx" in text

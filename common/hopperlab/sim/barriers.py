@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .errors import Hazard, UnknownInstruction
+from .errors import Hazard
 from .machine import Rendezvous, Wait, readable_symbol
 from .memory import CLUSTER_SHIFT, SHARED_WINDOW
 from .registry import special
@@ -453,8 +453,10 @@ def _mbarrier_wait(instruction, program):
             write(fragment, np.bool_(True))
             key = where, fragment.unit.first_warp, 0 if fragment.lanes is None else int(fragment.lanes[0])
             if barrier.passed.get(key) == barrier.phase:
-                barrier.stale = (f"{fragment.who()} passed the wait on {barrier.name} at {where} twice in its phase {barrier.phase}:"
-                                 " does the phase bit flip each time the ring comes round?")  # fmt: skip
+                barrier.stale = (
+                    f"{fragment.who()} passed the wait on {barrier.name} at {where} twice in its phase {barrier.phase}:"
+                    " does the phase bit flip each time the ring comes round?"
+                )
             barrier.passed[key] = barrier.phase
             if machine.trace is not None:
                 machine.trace.wait_passed(fragment, barrier)
@@ -470,12 +472,14 @@ def _mbarrier_wait(instruction, program):
             text = f"for {what} of {barrier.name}, which is in phase {barrier.phase}"
             if not barrier.passed.keys() & {key} and want == barrier.phase == 0 and barrier.pending == barrier.count:
                 text += (
-                    "; nobody has arrived yet. If this is a producer's first wait for an empty slot, it must use parity 1:"
-                    " a fresh barrier counts as having completed the phase before"
+                    "; nobody has arrived yet. If this is a producer's first wait for an empty slot, it must use "
+                    "parity 1: a fresh barrier counts as having completed the phase before"
                 )
             if barrier.passed.get(key, barrier.phase) < barrier.phase:
-                text += (f"; phase {barrier.phase - 1} completed and was not waited for here: does the phase bit flip each time the"
-                         " ring comes round?")  # fmt: skip
+                text += (
+                    f"; phase {barrier.phase - 1} completed and was not waited for here: does the phase bit flip each "
+                    "time the ring comes round?"
+                )
             return text
 
         return Wait(ready, why, barrier)

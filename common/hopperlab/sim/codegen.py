@@ -99,13 +99,20 @@ class Program:
         copies, rounded = {}, set()
         for instruction in self.kernel.instructions:
             opcode = instruction.parts[0]
-            if not instruction.operands or instruction.parts[-1] != "f32" and opcode != "mov" and not opcode.startswith("cvt"):
+            if (
+                not instruction.operands
+                or instruction.parts[-1] != "f32"
+                and opcode != "mov"
+                and not opcode.startswith("cvt")
+            ):
                 continue
             targets = self.registers_of(instruction.operands[0])
             if opcode in ("mov", "selp", "slct", "copysign"):
                 for source in self.registers_of(" ".join(instruction.operands[1:])):
                     copies.setdefault(source, []).extend(targets)
-            elif opcode not in ("ld", "st", "atom", "red", "setp", "set") and not instruction.opcode.endswith((".f32.bf16", ".f32.f64")):
+            elif opcode not in ("ld", "st", "atom", "red", "setp", "set") and not instruction.opcode.endswith(
+                (".f32.bf16", ".f32.f64")
+            ):
                 rounded.update(targets)
         waiting = list(rounded)
         while waiting:

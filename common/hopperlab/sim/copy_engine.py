@@ -138,10 +138,11 @@ class _Copy:
             at = coordinate * box.map.element_bytes
             if at % 16:
                 raise Hazard(
-                    f"{fragment.who()}, {self.where}: the innermost coordinate of the TMA {kind} is {coordinate}, which is"
-                    f" {at} bytes from the start of the row ({box.map.element_bytes} bytes per element). It must be a multiple of"
-                    " 16 bytes, also where the box leaves the tensor: a GPU stops here with 'illegal instruction'. Step by"
-                    f" multiples of {16 // box.map.element_bytes} elements; the other coordinates are free."
+                    f"{fragment.who()}, {self.where}: the innermost coordinate of the TMA {kind} is {coordinate}, which "
+                    f"is {at} bytes from the start of the row ({box.map.element_bytes} bytes per element). It must be a "
+                    "multiple of 16 bytes, also where the box leaves the tensor: a GPU stops here with 'illegal "
+                    f"instruction'. Step by multiples of {16 // box.map.element_bytes} elements; the other coordinates "
+                    "are free."
                 )
         places = fragment.active(shared_place(fragment, self.shared(fragment))).tolist()
         rows = list(zip(places, zip(*columns)))
@@ -275,8 +276,10 @@ def _bulk_copy(instruction, program):
         for i, lane in enumerate(fragment.lane_indices().tolist()):
             count = sizes[i]
             if (to[i] | frm[i] | count) % 16:
-                raise Hazard(f"{fragment.who()}, {where}: addresses and size of a bulk copy must be multiples of 16 bytes; it copies"
-                             f" {count} bytes from {frm[i]:#x} to {to[i]:#x}")  # fmt: skip
+                raise Hazard(
+                    f"{fragment.who()}, {where}: addresses and size of a bulk copy must be multiples of 16 bytes; it "
+                    f"copies {count} bytes from {frm[i]:#x} to {to[i]:#x}"
+                )
             if to_global:
                 view = _global_bytes(machine, fragment, to[i], count, where, True)
                 operation = _StoreOperation(machine, fragment, frm[i], frm[i] + count, None, where)
@@ -297,7 +300,9 @@ def _bulk_copy(instruction, program):
                     else cluster.shared[frm[i] : frm[i] + count]
                 )
                 if cluster.observer is not None:
-                    cluster.observer.async_write(fragment, place, place + count, barrier, where, None, combine is not None)
+                    cluster.observer.async_write(
+                        fragment, place, place + count, barrier, where, None, combine is not None
+                    )
 
                 def complete(place=place, view=view, barrier=barrier, count=count):
                     target = cluster.shared[place : place + count]
@@ -328,7 +333,10 @@ def _store_async(instruction, program):
         raise UnknownInstruction(f"{where}: {instruction.opcode!r} is not modelled")
     vector, operation, type_name = int(match[1] or 1), match[2], match[3]
     combine = combination(operation, type_name, where) if operation else None
-    address, barrier_address = program.address_reader(instruction.operands[0]), program.address_reader(instruction.operands[2])
+    address, barrier_address = (
+        program.address_reader(instruction.operands[0]),
+        program.address_reader(instruction.operands[2]),
+    )
     values = [program.reader(v, "b" + type_name[1:]) for v in split_operands(instruction.operands[1].strip("{}"))]
     size = vector * int(type_name[1:]) // 8
 
@@ -339,9 +347,14 @@ def _store_async(instruction, program):
         rows = np.stack([fragment.active(v(fragment)) for v in values], 1).view(np.uint8).reshape(fragment.n, size)
         for place, bar, row in zip(places, bars, rows):
             if place % size:
-                raise MemoryFault(f"{fragment.who()}, {where}: misaligned store of {size} bytes to {cluster.name_shared(place)}")
+                raise MemoryFault(
+                    f"{fragment.who()}, {where}: misaligned store of {size} bytes to {cluster.name_shared(place)}"
+                )
             if place // stride != bar // stride:
-                raise Hazard(f"{fragment.who()}, {where}: destination and mbarrier lie in different CTAs; map both to the same rank")
+                raise Hazard(
+                    f"{fragment.who()}, {where}: destination and mbarrier lie in different CTAs; map both to the same "
+                    "rank"
+                )
             barrier = barrier_at(fragment, bar, where)
             barrier.in_flight += 1
             if cluster.observer is not None:
@@ -573,7 +586,9 @@ def _async_wait(instruction, program):
             barrier = barrier_at(fragment, place, instruction.where())
             if fragment.unit.cluster.observer is not None:
                 fragment.unit.cluster.observer.release(fragment, barrier)
-            if increments:  # one more arrival for this phase, which the copies then make: threads still arrive themselves
+            if (
+                increments
+            ):  # one more arrival for this phase, which the copies then make: threads still arrive themselves
                 barrier.pending += fragment.n
             barrier.arrive(fragment.n, fragment.who(), instruction.where())
 

@@ -73,7 +73,6 @@ class Observer:
         self.remote: dict[int, dict[int, tuple]] = {}
         self.exit_clock: dict[int, np.ndarray] = {}
         self.exiting: dict[int, np.ndarray] = {}
-        self.layouts_checked: dict[str, int] = {}
 
     # ---- clocks -----------------------------------------------------------------------------------------------------
 
@@ -307,8 +306,9 @@ class Observer:
                 where = self.machine.where(instruction)
                 name = self.cluster.name_shared(int(place[hit][0]))
                 if access.writes:
+                    verb = "writes" if write else "reads"
                     raise Hazard(
-                        f"race on {name}: {self._name_warp(warp)} {'writes' if write else 'reads'} it at {where} without having waited for"
+                        f"race on {name}: {self._name_warp(warp)} {verb} it at {where} without having waited for"
                         f" {self._signal(access)}, which signals the copy at {access.where} into it."
                     )
                 how = (
@@ -316,8 +316,10 @@ class Observer:
                     if "store" in access.what
                     else "wait for the wgmma group first"
                 )
-                raise Hazard(f"race on {name}: {self._name_warp(warp)} writes it at {where} while {access.what} at {access.where} may still"
-                             f" read it. Before reusing the buffer, {how}.")  # fmt: skip
+                raise Hazard(
+                    f"race on {name}: {self._name_warp(warp)} writes it at {where} while {access.what} at "
+                    f"{access.where} may still read it. Before reusing the buffer, {how}."
+                )
 
     def _signal(self, access):
         return access.barrier.name if access.barrier is not None else "its group"
@@ -408,7 +410,13 @@ class Observer:
                 )
             self.read_clock[:, cells] = 0
         access = _AsyncAccess(low, high, True, "the TMA load", where)
-        access.barrier, access.phase, access.box, access.owner, access.combines = barrier, barrier.phase, box, warp, combines
+        access.barrier, access.phase, access.box, access.owner, access.combines = (
+            barrier,
+            barrier.phase,
+            box,
+            warp,
+            combines,
+        )
         self.accesses = kept + [access]
 
     def landed(self, chunks):
@@ -529,8 +537,9 @@ class Observer:
         of several rows.  If those agree between rows where the bytes lie, but not in the reader's order, and the
         instruction neither copies loaded data nor has an XOR in its operands, the writer has forgotten the swizzle.
         """
-        self.layouts_checked[where] = self.layouts_checked.get(where, 0) + 1
-        if self.layouts_checked[where] > 4:
+        checked = self.machine.layouts_checked
+        checked[where] = checked.get(where, 0) + 1
+        if checked[where] > 4:
             return
         spots = {int(p): (r, c) for (r, c), p in np.ndenumerate(pieces)}
         seen: dict[int, tuple[dict, dict]] = {}
@@ -558,8 +567,8 @@ class Observer:
                     continue
                 raise Hazard(
                     f"{fragment.who()}, {where}: {reader} undoes {_swizzle_name(span)}, but the store at "
-                    f"{self.machine.where(instruction)} wrote the tile row by row without it. XOR the 16-byte column with "
-                    "the row (modulo 8 for 128 bytes) when writing, or read it without a swizzle."
+                    f"{self.machine.where(instruction)} wrote the tile row by row without it. XOR the 16-byte column "
+                    "with the row (modulo 8 for 128 bytes) when writing, or read it without a swizzle."
                 )
 
     def register_in_flight(self, fragment, segment):

@@ -18,6 +18,7 @@ from .parser import SHARED_BASE
 
 BATCH_THREADS = 32768
 POLL_LIMIT = 2000
+STEP_LIMIT = 5_000_000  # pieces of code that one group of threads may run without synchronising
 SM_COUNT = 132
 
 
@@ -239,6 +240,7 @@ class Machine:
         self.tensor_maps, self.boxes = options.get("tensor_maps", []), {}
         self.variables: dict[str, np.uint64] = {}
         self.argument_regions: dict[int, memory.Region] = {}
+        self.layouts_checked: dict[str, int] = {}  # how often an instruction's tile was compared with its swizzle
         self.segment_runs = np.zeros(len(program.segments), np.int64)
         self.segment_threads = np.zeros(len(program.segments), np.int64)
         self.counters, self.printed, self.progress = Counter(), [], 0
@@ -475,8 +477,15 @@ class Machine:
         segments, unit = self.program.segments, fragment.unit
         runs, threads = self.segment_runs, self.segment_threads
         registers = fragment.R
+        steps = 0
         while True:
             pc = fragment.pc
+            steps += 1
+            if steps > STEP_LIMIT:
+                raise Deadlock(
+                    f"{fragment.who()} ran {STEP_LIMIT} steps without synchronising and is at {self.where_pc(pc)}: an endless"
+                    " loop? Look at the loop's condition and at what changes in its body."
+                )
             segment = segments[pc]
             runs[pc] += 1
             threads[pc] += fragment.n

@@ -29,6 +29,28 @@ class Report:
     def thread_instructions(self) -> int:
         return sum(self.instructions.values())
 
+    def __str__(self) -> str:
+        """A few lines: size, instruction mix, uncovered lines, bank conflicts."""
+        total = max(1, self.thread_instructions)
+        mix = ", ".join(f"{name} {100 * count / total:.0f} %" for name, count in self.instructions.most_common(8))
+        lines = [
+            f"{self.kernel}: {self.thread_instructions} thread instructions ({mix}), simulated in {self.seconds:.2f} s "
+            "(not GPU time)"
+        ]
+        lines += [f"{name}: {count}" for name, count in self.counters.items()]
+        missed = self.not_covered()
+        if missed:
+            lines.append(
+                "lines that no thread executed: "
+                + ", ".join(f"{file.rsplit('/', 1)[-1]}:{line}" for file, line in missed)
+            )
+        for (file, line), (accesses, wavefronts) in sorted(self.bank_conflicts.items()):
+            if wavefronts > accesses:
+                lines.append(f"bank conflicts at {file}:{line}: {accesses} accesses took {wavefronts} wavefronts")
+        if self.approximate:
+            lines.append("last bits may differ from a GPU's: " + "; ".join(self.approximate))
+        return "\n".join(lines)
+
     def not_covered(self) -> list[tuple[str, int]]:
         """Source lines with code that no thread executed."""
         return sorted(line for line, count in self.lines.items() if not count)

@@ -197,11 +197,27 @@ def phases(spans: list[Span], barrier: str | None = None) -> list[dict]:
             continue
         label, number = span.track.removeprefix("barrier "), int(span.name.split()[-1])
         same = [s for s in spans if s.block == span.block and s.details.get("phase") == number]
-        rows.append({
-            "block": span.block, "barrier": label, "phase": number, "completed at": span.end,
-            "arrivals": [f"{s.track}: {s.name}" for s in same if s.kind == "arrive" and s.name.split(",")[0] == f"arrive {label}"],
-            "loads": [s.name for s in spans if s.block == span.block and s.kind == "load" and s.details["barrier"] == label
-                      and span.start <= s.start and s.end <= span.end],
-            "waits": [s.track for s in same if s.kind == "wait" and s.name == f"wait {label}"],
-        })  # fmt: skip
+        rows.append(
+            {
+                "block": span.block,
+                "barrier": label,
+                "phase": number,
+                "completed at": span.end,
+                "arrivals": [
+                    f"{s.track}: {s.name}"
+                    for s in same
+                    if s.kind == "arrive" and s.name.split(",")[0] == f"arrive {label}"
+                ],
+                "loads": [
+                    s.name
+                    for s in spans
+                    if s.block == span.block
+                    and s.kind == "load"
+                    and s.details["barrier"] == label
+                    and span.start <= s.start
+                    and s.end <= span.end
+                ],
+                "waits": [s.track for s in same if s.kind == "wait" and s.name == f"wait {label}"],
+            }
+        )
     return rows

@@ -6,8 +6,8 @@ from hopperlab.sim import UnknownInstruction
 from hopperlab.sim.reductions import OPERATIONS, combination, tensor_combination
 
 EXPECTED = {
-    "add": lambda old, new: old + new, "min": min, "max": max, "and": lambda old, new: old & new, "or": lambda old, new: old | new,
-    "xor": lambda old, new: old ^ new, "inc": lambda old, new: 0 if old >= new else old + 1,
+    "add": lambda old, new: old + new, "min": min, "max": max,
+    "and": lambda old, new: old & new, "or": lambda old, new: old | new, "xor": lambda old, new: old ^ new, "inc": lambda old, new: 0 if old >= new else old + 1,
     "dec": lambda old, new: new if old == 0 or old > new else old - 1,
 }  # fmt: skip
 INTEGERS = [(operation, kind) for operation, kinds in OPERATIONS.items() for kind in sorted(kinds) if "f" not in kind]

@@ -700,7 +700,8 @@ class SegmentWriter:
 
     @emits(
         rf"(atom|red)(?:\.(?:relaxed|acquire|release|acq_rel))?(?:\.(?:cta|cluster|gpu|sys))?{_SPACE}"
-        r"\.(add|min|max|and|or|xor|exch|cas|inc|dec)(?:\.noftz)?(?:\.L2::\w+)?(?:\.v([24]))?\.([usb](?:32|64)|f32|f64|f16|bf16|f16x2|bf16x2|b16)"
+        r"\.(add|min|max|and|or|xor|exch|cas|inc|dec)(?:\.noftz)?(?:\.L2::\w+)?"
+        r"(?:\.v([24]))?\.([usb](?:32|64)|f32|f64|f16|bf16|f16x2|bf16x2|b16)"
     )
     def _atomic(self, operands, match, form, space, operation, vector, type_name):
         returns = form == "atom"

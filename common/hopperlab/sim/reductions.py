@@ -32,7 +32,8 @@ def combination(operation: str, type_name: str, where: str):
     """Function(old bytes, new bytes) -> result bytes, all contiguous uint8, for elements of a PTX type."""
     if type_name not in OPERATIONS[operation]:
         allowed = ", ".join(sorted(OPERATIONS[operation]))
-        raise UnknownInstruction(f"{where}: reduction {operation} of {type_name} elements is not modelled; {operation} takes {allowed}")
+        raise UnknownInstruction(f"{where}: reduction {operation} of {type_name} elements is not modelled; {operation} takes"
+                                 f" {allowed}")  # fmt: skip
     dtype = _DTYPES[type_name]
 
     def combine(old, new):

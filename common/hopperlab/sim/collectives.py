@@ -218,10 +218,7 @@ def _warp_sync(instruction, program):
     mask = program.reader(instruction.operands[0], "b32")
 
     def execute(machine, fragment):
-        wait = _members(machine, fragment, mask(fragment))
-        if wait is None and fragment.unit.cluster.observer is not None:
-            fragment.unit.cluster.observer.warp_sync(fragment)
-        return wait
+        return _members(machine, fragment, mask(fragment))
 
     return execute
 

@@ -115,8 +115,6 @@ class Observer:
         self.clock[warps, self.fence_from :] = np.maximum(self.clock[warps, self.fence_from :], self.clock[warps, :n])
         self.clock[warps, warps] += 1
 
-    def warp_sync(self, fragment): ...
-
     # ---- mbarriers --------------------------------------------------------------------------------------------------
 
     def barrier_init(self, fragment, barrier):
@@ -629,8 +627,6 @@ class Observer:
             "cluster_sync()."
         )
 
-    def finish(self): ...
-
     # ---- bank conflicts ---------------------------------------------------------------------------------------------
 
     def _count_banks(self, span, index, shift, instruction):
@@ -725,9 +721,7 @@ class BatchObserver:
 
     def release(self, fragment, barrier, chosen=None): ...
     def acquire(self, fragment, barrier): ...
-    def warp_sync(self, fragment): ...
     def thread_exit(self, fragment): ...
-    def finish(self): ...
 
 
 def _swizzle_name(span):

@@ -384,8 +384,6 @@ class Machine:
             self._run_fragment(cluster, fragment)
         while cluster.async_queue:
             self.complete_one(cluster)
-        if cluster.observer is not None:
-            cluster.observer.finish()
         return "done"
 
     def _choose(self, cluster):
@@ -580,7 +578,9 @@ class Machine:
                         if fragment.wait.barrier is not None and fragment.wait.barrier not in barriers:
                             barriers.append(fragment.wait.barrier)
                     else:
-                        lines.append(f"  {fragment.who()} at {where} spin{ending} on memory that nothing changes any more")
+                        lines.append(
+                            f"  {fragment.who()} at {where} spin{ending} on memory that nothing changes any more"
+                        )
         lines += [f"  {barrier.describe()}" for barrier in barriers]
         lines += [
             f"  {barrier.stale}" for cluster in self.resident for barrier in cluster.barriers.values() if barrier.stale

@@ -3,14 +3,15 @@
 The method, for every kernel and peer alike: random normal data; rotating input sets that together exceed the L2 cache,
 so weights come from HBM as they do in a model; one CUDA graph per candidate, so that host time stays out; warm-up;
 candidates interleaved round by round, each round starting with another one, because the power drawn by the one before
-moves the clock (in a fixed order the last of five peers ran 15 % slower than the first would have); short rounds, since
-half a second of FP8 at full load lowers the clock of an H200 by 12 %; the median of the rounds; the output checked after
-the last timed call. Only ratios within one run mean anything.
+moves the clock (in a fixed order the last of five peers ran 15 % slower than the first would have); short rounds with a
+rest before each, since half a second of FP8 at full load lowers the clock of an H200 by 12 %; the median of the rounds;
+the output checked after the last timed call. Only ratios within one run mean anything.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -29,6 +30,7 @@ ROTATION_BYTES = 260e6  # more than four times the 60 MB L2
 MAX_SETS = 64
 ROUNDS = 11
 SECONDS_PER_ROUND = 0.01  # an event's resolution (about 1 µs) does not matter; short enough not to heat the next candidate's round
+REST_SECONDS = 0.03  # before each round: a card at its power limit needs as long to raise its clock again
 SLOW_GRAPH_SECONDS = 0.5  # a candidate slower than this per rotation runs fewer sets
 
 
@@ -95,6 +97,7 @@ def measure(candidates: dict[str, list[Callable[[], object]]], rounds: int = ROU
         names = list(graphs)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             graph, replays, calls = graphs[name]
+            time.sleep(REST_SECONDS)
             graph.replay()  # fills the caches with this candidate's data
             seconds = _elapsed(lambda: [graph.replay() for _ in range(replays)])  # noqa: B023 - used before the next turn
             samples[name].append(seconds / replays / calls)

@@ -76,11 +76,13 @@ class Compiled:
 
     @property
     def problems(self) -> list[str]:
-        """What must not happen in a finished kernel: ignored setmaxnreg, injected waits, spills."""
+        """What must not happen in a finished kernel: ignored setmaxnreg, injected waits, spills, arrays in local memory."""
         found = [f"{code}: {meaning}" for code, meaning in PTXAS_PROBLEMS.items() if code in self.log]
         for name, use in self.resources.items():
             if use.spill_bytes:
                 found.append(f"{name} spills {use.spill_bytes} bytes of registers per thread to local memory")
+            if use.stack_bytes:
+                found.append(f"{name} keeps {use.stack_bytes} bytes per thread in local memory: is an array indexed by a variable?")
         return found
 
 

@@ -49,6 +49,7 @@ class _DotUnit:
 _WGMMA_FP8 = _DotUnit(alignment_bits=13, result_bits=13, dtype=torch.float32)
 _HMMA_FP16 = _DotUnit(alignment_bits=25, result_bits=23, dtype=torch.float64)
 
+_FP16_MIN_EXPONENT = -14  # every FP8 value is an FP16 value, and those of e4m3 are all normal there
 _ZERO = -64  # exponent of a zero operand: any sum with it is below that of any two non-zero FP8 values, and fits int8
 _SMALLEST_PRODUCT = -28  # e5m2 · e5m2, both subnormal
 _ZERO_SUMMAND = -133  # the exponent the hardware gives a zero summand
@@ -148,8 +149,7 @@ def mma_sync_step(
     """
     format_a, format_b = format_of(format_a), format_of(format_b)
     a_data, b_data = _step_operands(a_codes, b_codes, c, format_a, format_b)
-    fp16_min_exponent = -14  # every FP8 value is an FP16 value, and those of e4m3 are all normal there
-    a, b = _Operand.decode(a_data, fp16_min_exponent), _Operand.decode(b_data, fp16_min_exponent)
+    a, b = _Operand.decode(a_data, _FP16_MIN_EXPONENT), _Operand.decode(b_data, _FP16_MIN_EXPONENT)
     first_half = torch.arange(STEP_K, device=c.device) % 4 < 2
     dot = torch.zeros_like(c)
     for half in (first_half, ~first_half):
@@ -249,6 +249,32 @@ def matmul_fp32(a: ScaledTensor, b: ScaledTensor, out_dtype: torch.dtype = torch
             scale = _scale_product(a, b, start // BLOCK, rows, columns)
             final = accumulator * scale if interval is None else _fma(accumulator, scale, final)
         out[rows, columns] = final
+    return _canonical(out)
+
+
+def matmul_mma_sync(a: ScaledTensor, b: ScaledTensor, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """The output of a kernel on mma.sync (see mma_sync_step), bit for bit: (M, N) of out_dtype. No block scales.
+
+    One chain of k = 32 steps over all of K, ascending, from zero; then ``acc · (sa·sb)`` as in matmul_hopper.
+    """
+    _check_pair(a, b)
+    _check_out_dtype(out_dtype)
+    if _accumulation_length(a, b, None) is not None:
+        raise ValueError(f"a, b: recipes {a.recipe!r} and {b.recipe!r}; one chain over K takes one scale per tensor or row")
+    a_operand = _Operand.decode(a.data, _FP16_MIN_EXPONENT).pad_k(STEP_K)
+    b_operand = _Operand.decode(b.data, _FP16_MIN_EXPONENT).pad_k(STEP_K)
+    first_half = torch.arange(STEP_K, device=a.device) % 4 < 2
+    out = torch.empty(a.rows, b.rows, dtype=out_dtype, device=a.device)
+    for rows, columns in _tiles(a.rows, b.rows, a.device):
+        accumulator = torch.zeros(out[rows, columns].shape, device=a.device)
+        for k in range(0, a_operand.values.shape[0], STEP_K):
+            step = slice(k, k + STEP_K)
+            parts = a_operand.part(step, rows), b_operand.part(step, columns)
+            dot = torch.zeros_like(accumulator)
+            for half in (first_half, ~first_half):
+                dot = _fused_dot(parts[0].part(half), parts[1].part(half), dot, _HMMA_FP16)
+            accumulator = _canonical(dot + accumulator)
+        out[rows, columns] = accumulator * _scale_product(a, b, 0, rows, columns)
     return _canonical(out)
 
 

@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -153,3 +154,33 @@ def check_operands(a: ScaledTensor, b: ScaledTensor, out: torch.Tensor,
     if not a.device == b.device == out.device:
         raise ValueError(f"a, b, out: on {a.device}, {b.device}, {out.device}; must be on one device")
     return a.rows, b.rows, a.k
+
+
+# What kernels call their output type; see hopper.cuh.
+OUTPUT_TYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}
+
+
+def scale_stride(scaled: ScaledTensor) -> int:
+    """Step from one row's scale to the next, for kernels that take tensor and row scales alike: 0 or 1."""
+    return 0 if scaled.recipe == "tensor" else 1
+
+
+def for_tma(name: str, data: torch.Tensor) -> torch.Tensor:
+    """FP8 data (rows, K) as TMA can read it: rows a multiple of 16 bytes, at an address that is one.
+
+    Where they are not, a copy is made, padded with zeros, which add nothing to a sum; a warning says so.
+    """
+    rows, k = data.shape
+    if k % 16 == 0 and data.data_ptr() % 16 == 0:
+        return data
+    reason = f"K = {k} is not a multiple of 16" if k % 16 else "its address is not a multiple of 16"
+    warnings.warn(f"{name}: {reason}, which TMA needs; it is copied for this call. Store it padded with zeros to avoid the copy.",
+                  stacklevel=3)  # fmt: skip
+    padded = torch.zeros(rows, -(-k // 16) * 16, dtype=torch.uint8, device=data.device)
+    padded[:, :k] = data.view(torch.uint8)
+    return padded.view(data.dtype)
+
+
+def shared_bytes(*parts: int) -> int:
+    """Bytes of a kernel's ``struct alignas(1024) Shared`` whose members have these sizes: their sum, rounded up to 1024."""
+    return -(-sum(parts) // 1024) * 1024

@@ -36,3 +36,11 @@ def round_to(x, dtype: tl.constexpr):
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         x = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
     return x.to(dtype)
+
+
+@triton.jit
+def dot_fp8(a, b, total):
+    """total + a (M, K) times b (N, K) transposed, FP8 on the tensor cores, in FP32. On the interpreter the same product in FP32."""
+    if INTERPRETED:
+        return tl.dot(to_float32(a), tl.trans(to_float32(b)), total, input_precision="ieee")
+    return tl.dot(a, tl.trans(b), total)

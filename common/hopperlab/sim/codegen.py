@@ -289,7 +289,13 @@ class Program:
                 first.setdefault(i, len(segments))
             begin = i if not code else begin
             opcode = instruction.parts[0]
-            if opcode in _BRANCHES or registry.find(instruction.opcode):
+            if opcode in _BRANCHES:
+                close(instruction)
+            elif registry.find(instruction.opcode):
+                # A segment of its own: a group that parks here, or merges here with a parked one, comes back to it, and
+                # code before it (k += 1, say) must not run again.
+                if code:
+                    close(None)
                 close(instruction)
             else:
                 code.append(instruction)

@@ -8,14 +8,12 @@ import torch
 from hopperlab import reference
 from hopperlab.kernel import Kernel
 from hopperlab.quantize import ScaledTensor
-from hopperlab.stage import Step, check_operands, load_module
+from hopperlab.stage import OUTPUT_TYPE, Step, check_operands, load_module, scale_stride
 
 FOLDER = Path(__file__).parent
 TITLE = "FP8, scales, and a GEMM on CUDA cores"
 
 RECIPES = (("tensor", "tensor"), ("row", "row"), ("tensor", "row"), ("row", "tensor"))
-OUTPUT_TYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}
-
 # A warp of the naive kernel covers 2 rows x 16 columns of D.
 NAIVE = {"BLOCK_M": 16, "BLOCK_N": 16}
 # 256 threads with 4 x 4 outputs each; two 32 x (64 + 1) float tiles take 16.6 KB of shared memory.
@@ -30,11 +28,6 @@ def kernel(source: Path, entry: str, mantissa_a: int, mantissa_b: int, out_dtype
     constants = TILED if entry == "tiled" else NAIVE
     formats = {"A_MANTISSA_BITS": mantissa_a, "B_MANTISSA_BITS": mantissa_b, "OUTPUT": OUTPUT_TYPE[out_dtype]}
     return Kernel(source, entry, constants | formats)
-
-
-def scale_stride(scaled: ScaledTensor) -> int:
-    """Step from one row's scale to the next: 0 when the whole tensor has one."""
-    return 0 if scaled.recipe == "tensor" else 1
 
 
 def naive(a: ScaledTensor, b: ScaledTensor, out: torch.Tensor, source: Path = FOLDER / "naive.cu") -> None:

@@ -157,6 +157,9 @@ class TensorMap:
     def _encoded(self):
         from cuda.bindings import driver
 
+        # A map of rank 1 has no strides, but the driver refuses the null pointer that an empty list becomes.
+        strides = self.strides or (-(-self.dims[0] * self.element_bytes // 16) * 16,)
+
         def name(enum, prefix, value):
             return getattr(enum, f"{prefix}_{value}")
 
@@ -165,7 +168,7 @@ class TensorMap:
             self.rank,
             self.address,
             [driver.cuuint64_t(d) for d in self.dims],
-            [driver.cuuint64_t(s) for s in self.strides],
+            [driver.cuuint64_t(s) for s in strides],
             [driver.cuuint32_t(b) for b in self.box],
             [driver.cuuint32_t(s) for s in self.element_strides],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,

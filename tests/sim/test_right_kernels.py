@@ -71,3 +71,28 @@ def test_broken_versions_are_reported(old, new, message):
             test_operands_made_in_the_kernel(broken, order)
             test_ampere_style(broken, order)
             test_store_ring(broken, order)
+
+
+@pytest.mark.parametrize("order", [dict(order="lazy"), dict(order="eager"), dict(seed=1)])
+@pytest.mark.parametrize("padding", [0, 5, 16])
+def test_a_store_fills_the_last_16_bytes_of_a_row(order, padding):
+    """An H200 clips rows to whole 16-byte pieces. Where the storage ends before, the rest of the piece has no place."""
+    source = """#include "hopper.cuh"
+    extern "C" __global__ void store(const __grid_constant__ TensorMap map) {
+      __shared__ __align__(128) u8 tile[4 * 96];
+      for (int i = threadIdx.x; i < sizeof tile; i += 32) tile[i] = 1 + i / 96;
+      fence_proxy_async_shared();
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        tma_store_2d(&map, tile, 0, 0);
+        tma_store_commit();
+        tma_store_wait<0>();
+      }
+    }"""
+    memory = torch.zeros(2 * 96 + 75 + padding, dtype=torch.uint8)
+    rows = torch.as_strided(memory, (3, 75), (96, 1))
+    sim.launch(compile_source(source, "store.cu").ptx, "store", [TensorMap.tiled(rows, box=(96, 4))], grid=1, block=32, **order)
+    expected = torch.zeros(3 * 96, dtype=torch.uint8)
+    for row in range(3):
+        expected[row * 96 : row * 96 + 80] = row + 1
+    assert torch.equal(memory, expected[: len(memory)])

@@ -28,6 +28,23 @@ def test_element_strides_thin_out_the_box():
     assert TensorMap.tiled(torch.zeros(32, 64, dtype=torch.uint8), box=(64, 16), element_strides=(1, 3)).box_bytes == 64 * 6
 
 
+@pytest.mark.parametrize("tensor, strides", [
+    (torch.zeros(501, dtype=torch.int32), [2016]), (torch.zeros(64, dtype=torch.uint8), [64]), (torch.zeros(4, 64, dtype=torch.uint8), [64]),
+])  # fmt: skip
+def test_the_driver_always_gets_strides(monkeypatch, tensor, strides):
+    """It refuses a null pointer, which an empty list becomes, although a map of one dimension has none."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    given = {}
+
+    def encode(kind, rank, address, dims, strides, *rest):
+        given.update(rank=rank, dims=list(map(int, dims)), strides=list(map(int, strides)))
+        return driver.CUresult.CUDA_SUCCESS, "the map"
+
+    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode)
+    assert TensorMap.tiled(tensor, box=(16, 2)[: tensor.dim()]).encode() == "the map"
+    assert given == {"rank": tensor.dim(), "dims": [*reversed(tensor.shape)], "strides": strides}
+
+
 def test_bytes_for_the_simulator_name_the_map():
     made = TensorMap.tiled(torch.zeros(64, dtype=torch.uint8), box=(16,))
     assert len(made.simulator_bytes(3)) == 128 and simulated_index(made.simulator_bytes(3)) == 3

@@ -263,6 +263,9 @@ __device__ __forceinline__ void tma_load_multicast_2d(void* destination, const T
 
 // Shared -> global. Joins the thread's current bulk group. Before it: fence_proxy_async_shared() by every thread that
 // wrote the tile, then a barrier with the issuing thread.
+// Coordinates must not be negative: an H200 answers with "illegal instruction". A box may reach past the far end of the
+// tensor, where it is clipped: in rows and planes exactly, along x only to whole 16-byte pieces. A row that ends inside
+// such a piece gets the rest of it written as well, into its padding.
 __device__ __forceinline__ void tma_store_1d(const TensorMap* map, const void* source, int x) {
   asm volatile("cp.async.bulk.tensor.1d.global.shared::cta.tile.bulk_group [%0, {%2}], [%1];"
                ::"l"(map), "r"(shared_address(source)), "r"(x) : "memory");
@@ -287,7 +290,7 @@ __device__ __forceinline__ void tma_store_5d(const TensorMap* map, const void* s
 }
 
 // Shared, added to global, element by element in the map's element type. The order in which CTAs add is not defined, so
-// float results can differ from run to run. ISA: cp.reduce.async.bulk.tensor.
+// float results can differ from run to run. Coordinates and clipping as for stores. ISA: cp.reduce.async.bulk.tensor.
 __device__ __forceinline__ void tma_reduce_add_1d(const TensorMap* map, const void* source, int x) {
   asm volatile("cp.reduce.async.bulk.tensor.1d.global.shared::cta.add.tile.bulk_group [%0, {%2}], [%1];"
                ::"l"(map), "r"(shared_address(source)), "r"(x) : "memory");

@@ -4,8 +4,10 @@ A copy is issued by a thread and completes later: as late as something waits for
 random moment (under a seed).  Loads add to the byte count of an mbarrier, stores belong to a bulk group of their thread.
 """
 
+import itertools
 import math
 import re
+from functools import cached_property
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -13,7 +15,7 @@ from numpy.lib.stride_tricks import as_strided
 from ..tensormap import simulated_index
 from .barriers import barrier_at, shared_place
 from .errors import Hazard, MemoryFault, UnknownInstruction
-from .memory import PARAM_WINDOW
+from .memory import PARAM_WINDOW, Region
 from .parser import split_operands
 from .reductions import OPERATIONS, combination, tensor_combination
 from .registry import special
@@ -75,6 +77,33 @@ class Box:
         if start < region.start or last >= region.end:
             raise MemoryFault(f"a TMA box at {coordinates} reaches {last - region.end + 1} bytes past {region.name}")
         return as_strided(region.bytes[start - region.start :], shape, strides)
+
+    def spill(self, coordinates, ranges, data):
+        """What a store writes after the ends of rows: (bytes of global memory, bytes of the box) per row.
+
+        A store clips a row to whole 16-byte pieces, not to elements (seen on an H200). The rest of the last piece lands
+        in the tensor's padding, or in its neighbour where the tensor is a part of a wider one. What lies after the end
+        of the storage belongs to no tensor and is dropped.
+        """
+        size, end = self.map.element_bytes, ranges[0][1] * self.map.element_bytes
+        count = -self.map.dims[0] * size % 16
+        if not count or coordinates[0] + ranges[0][1] != self.map.dims[0]:
+            return []
+        found, storage = [], self._storage
+        start = self.map.address - storage.start + self.map.dims[0] * size
+        for index in itertools.product(*(range(*r) for r in reversed(ranges[1:]))):
+            positions = [c + i * e for c, i, e in zip(coordinates[1:], reversed(index), self.map.element_strides[1:])]
+            at = start + sum(p * step for p, step in zip(positions, self.map.strides))
+            target = storage.bytes[at : at + count]
+            target = target[: len(target) // size * size]
+            found.append((target, data[index][end : end + len(target)]))
+        return found
+
+    @cached_property
+    def _storage(self) -> Region:
+        """All memory of the tensor that the mapped one is a view of."""
+        storage = self.map.tensor.untyped_storage()
+        return Region("storage", storage.data_ptr(), storage.nbytes(), storage)
 
     def slices(self, ranges):
         size = self.map.element_bytes
@@ -144,6 +173,15 @@ class _Copy:
                     f"instruction'. Step by multiples of {16 // box.map.element_bytes} elements; the other coordinates "
                     "are free."
                 )
+        if kind == "store":  # reductions included: none with a negative coordinate was tried on an H200
+            for name, column in zip("xyzwv", columns):
+                if min(column) < 0:
+                    raise Hazard(
+                        f"{fragment.who()}, {self.where}: coordinate {name} of the TMA store is {min(column)}. The "
+                        "coordinates of a store must not be negative: a GPU stops here with 'illegal instruction'. Only "
+                        "loads may begin before the tensor; a store may reach past its far end, which clips it. Start the "
+                        "box at 0 or later: stage a smaller tile, or move the tensor map's address."
+                    )
         places = fragment.active(shared_place(fragment, self.shared(fragment))).tolist()
         rows = list(zip(places, zip(*columns)))
         if fragment.n > 1 and len(set(rows)) < len(rows) and machine.check:
@@ -448,11 +486,11 @@ def _tensor_store(instruction, program, reduction):
                 ranges = box.valid(coordinates)
                 if ranges is None:
                     return
-                view = box.global_view(machine, coordinates, ranges)
-                part = data[box.slices(ranges)]
-                if reduction is not None:
-                    part = tensor_combination(reduction, box.map.element_type, where)(view, part)
-                view[...] = part
+                inside = box.global_view(machine, coordinates, ranges), data[box.slices(ranges)]
+                for target, part in [inside, *box.spill(coordinates, ranges, data)]:
+                    if reduction is not None:
+                        part = tensor_combination(reduction, box.map.element_type, where)(target, part)
+                    target[...] = part
 
             operation.bind(read, write)
             operation.issue(lane)

@@ -340,18 +340,13 @@ def tma_store(name, shape, dtype, box, at, offset=0, **options) -> None:
 
 for swizzle in (0, 32, 64, 128):
     tma_store(f"swizzle_{swizzle}", (24, 160), U8, (swizzle or 48, 12), (16, 5), swizzle=swizzle)
-for side, at in {"left": (-16, 4), "right": (64, 4), "top": (16, -3), "bottom": (16, 18), "top_left": (-16, -7), "bottom_right": (64, 23),
-                 "outside": (80, 3), "far_outside": (-4096, 0)}.items():  # fmt: skip
+# Negative coordinates are for loads only; test_conformance.py tests that stores with them are refused.
+for side, at in {"right": (64, 4), "bottom": (16, 18), "bottom_right": (64, 23), "outside": (80, 3)}.items():
     tma_store(f"bounds_{side}", (24, 80), U8, (32, 8), at, window=RAGGED)
 tma_store("bytes_2", (24, 64), U16, (32, 8), (40, 4))
-tma_store("bytes_4", (24, 32), U32, (32, 8), (-4, 4), swizzle=128)
 tma_store("bytes_8", (24, 16), U64, (8, 8), (10, 18), swizzle=64)
-tma_store("window", (24, 96), U8, (48, 6), (-16, 20), window=(slice(1, 23), slice(16, 84)))
 tma_store("window_right", (24, 96), U8, (48, 6), (32, 20), window=(slice(1, 23), slice(16, 84)))
 tma_store("rank_1", (300,), U8, (64,), (240,))
-tma_store("rank_3", (4, 6, 32), U8, (16, 3, 2), (16, 4, -1), window=(..., slice(0, 27)))
-tma_store("rank_4", (3, 4, 5, 32), U8, (16, 3, 2, 2), (16, 3, -1, 2), window=(..., slice(0, 27)))
-tma_store("rank_5", (3, 2, 4, 5, 32), U8, (32, 3, 2, 2, 2), (-16, 3, 3, -1, 2))
 tma_store("swizzle_128_offset_384", (24, 160), U8, (128, 9), (0, 0), offset=384, swizzle=128)
 
 
@@ -585,3 +580,9 @@ REFUSED = frozenset("""
     integer/integer_rare integer/integer_packed integer/integer_carry float/float_choose_sign
     float/float_divide_directed float/float_double_directed float/float_half2_rare approx/approx_packed
 """.split())
+
+# ---- what no GPU has run yet ----------------------------------------------------------------------------------------------------
+
+# Until one does, test_conformance.py compares them with what NumPy computes and reports them as skipped, with the reason.
+# To record them: record.py --only rank_1
+PENDING = frozenset({"tma_load/rank_1", "tma_load/rank_1_edge", "tma_store/rank_1"})

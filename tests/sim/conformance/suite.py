@@ -70,6 +70,10 @@ class Case:
     def group(self) -> str:
         return self.name.split("/")[0]
 
+    def inputs(self) -> list:
+        """The arguments, the same on every machine."""
+        return self.arguments(np.random.default_rng(zlib.crc32(self.name.encode())))
+
     def kernel(self) -> Kernel:
         return Kernel(FOLDER / self.file, self.entry, self.constants)
 
@@ -144,8 +148,7 @@ def run(case: Case, device="cpu", **simulator_options) -> dict[str, Result]:
                                    element_strides=value.element_strides, fill_nan=value.fill_nan)  # fmt: skip
         return tensor(value) if isinstance(value, (np.ndarray, Out)) else value
 
-    given = case.arguments(np.random.default_rng(zlib.crc32(case.name.encode())))
-    arguments = [argument(value) for value in given]
+    arguments = [argument(value) for value in case.inputs()]
     case.kernel()[case.grid, case.block, case.cluster, case.shared_bytes](*arguments, **simulator_options)
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()

@@ -7,8 +7,8 @@ import json
 
 import numpy as np
 import pytest
-from cases import CASES, REFUSED
-from suite import COMMAND, RECORD, Case, Map, Out, Result, agrees, bound, recorded, run
+from cases import CASES, PENDING, REFUSED
+from suite import COMMAND, POISON, RECORD, Case, Map, Out, Result, agrees, bound, recorded, run
 
 from hopperlab.sim import Hazard, UnknownInstruction
 
@@ -20,6 +20,9 @@ WITHOUT_EVENTS = ("integer", "float", "convert", "approx", "matrix", "mma_sync")
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name not in REFUSED], ids=lambda case: case.name)
 def test_equals_hardware(case):
+    if case.name in PENDING and case.name not in RECORDED:
+        equals_expectation(case)
+        pytest.skip("no H200 record yet: record.py --only rank_1")
     assert case.name in RECORDED, f"{case.name} has no record; on a Hopper GPU run: {COMMAND} --only {case.name}"
     expected = RECORDED[case.name]
     for order in ("lazy",) if case.group in WITHOUT_EVENTS else ORDERS:
@@ -30,30 +33,71 @@ def test_equals_hardware(case):
         assert not wrong, f"{order}: {len(wrong)} of {len(results)} results differ from the hardware's in their bits\n{report}"
 
 
+def equals_expectation(case):
+    """The simulator's result of a pending case, a copy of a box of rank 1, is what NumPy makes of it."""
+    mapped, other, size, *numbers = case.inputs()
+    if case.name.startswith("tma_load"):
+        _, offset, x = numbers[:3]
+        expected = np.full(other.shape[0] * 4, 0xCC, "uint8")  # the kernel's mark
+        piece = mapped.array[x : x + mapped.box[0]].view("uint8")
+        expected[offset : offset + size] = np.pad(piece, (0, size - len(piece)))
+    else:
+        x = numbers[1]
+        expected = np.full(mapped.array.shape, POISON, "uint8")
+        expected[x : x + size] = other.view("uint8")[: len(expected) - x]
+    for options in ORDERS.values():
+        np.testing.assert_array_equal(run(case, **options)["out0"].data, expected)
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in REFUSED], ids=lambda case: case.name)
 def test_refused_by_name(case):
     with pytest.raises(UnknownInstruction):
         run(case)
 
 
+def tensor_copy(entry, shape, box, at) -> Case:
+    """One copy of a box: words for tma_reduce, bytes otherwise. box, at: elements, innermost first."""
+    dtype = "uint32" if entry == "tma_reduce" else "uint8"
+    mapped, size = Map(Out(shape, dtype, np.zeros(shape)), box), int(np.prod(box)) * np.dtype(dtype).itemsize
+    source, coordinates = np.zeros(size // 4, "uint32"), (*at, 0, 0, 0, 0)[:5]
+    arguments = {
+        "tma_load": [mapped, Out((128,)), size, 512, 0, *coordinates],
+        "tma_store": [mapped, source, size, 0, *coordinates],
+        "tma_reduce": [mapped, source, size, *at],
+    }[entry]
+    constants = {"RANK": len(box)} | ({"OPERATION": "add"} if entry == "tma_reduce" else {})
+    return Case(f"refused/{entry}", "tma.cu", entry, lambda rng: arguments, block=128, shared_bytes=2048, constants=constants)
+
+
 @pytest.mark.parametrize("x", [-5, 1, 9])
 @pytest.mark.parametrize("entry", ["tma_load", "tma_store", "tma_reduce"])
 def test_refuses_innermost_coordinate_off_16_bytes(entry, x):
     """An H200 answers these with "illegal instruction", inside of the tensor and out of it."""
-    tensor = np.zeros((24, 80), "uint32" if entry == "tma_reduce" else "uint8")
-    itemsize = tensor.itemsize
-    mapped = Map(Out(tensor.shape, tensor.dtype.name, tensor), (32 // itemsize, 8))
-    arguments = {
-        "tma_load": [mapped, Out((128,)), 256, 512, 0, x, 4, 0, 0, 0],
-        "tma_store": [mapped, np.zeros(64, "uint32"), 256, 0, x, 4, 0, 0, 0],
-        "tma_reduce": [mapped, np.zeros(64, "uint32"), 256, x, 4],
-    }[entry]
-    constants = {"RANK": 2} | ({"OPERATION": "add"} if entry == "tma_reduce" else {})
-    case = Case(f"refused/{entry}", "tma.cu", entry, lambda rng: arguments, block=128, shared_bytes=2048, constants=constants)
+    itemsize = 4 if entry == "tma_reduce" else 1
     kind = "load" if entry == "tma_load" else "store"
     expected = rf"line \d+ of \S+.*innermost coordinate of the TMA {kind} is {x}, which is {x * itemsize} bytes.*multiple of 16"
     with pytest.raises(Hazard, match=expected):
-        run(case)
+        run(tensor_copy(entry, (24, 80), (32 // itemsize, 8), (x, 4)))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("entry, shape, box, at, name", [
+    ("tma_store", (24, 80), (32, 8), (-16, 4), "x"),
+    ("tma_store", (24, 80), (32, 8), (16, -3), "y"),
+    ("tma_store", (24, 80), (32, 8), (-16, -7), "x"),
+    ("tma_store", (24, 80), (32, 8), (-4096, 0), "x"),  # nothing of the box in the tensor
+    ("tma_store", (300,), (64,), (-16,), "x"),
+    ("tma_store", (4, 6, 32), (16, 3, 2), (16, 4, -1), "z"),
+    ("tma_store", (3, 4, 5, 32), (16, 3, 2, 2), (16, 3, 1, -2), "w"),
+    ("tma_store", (3, 2, 4, 5, 32), (16, 3, 2, 2, 1), (16, 3, 3, 1, -1), "v"),
+    ("tma_reduce", (24, 80), (8, 8), (-4, 4), "x"),
+    ("tma_reduce", (24, 80), (8, 8), (4, -1), "y"),
+])  # fmt: skip
+def test_refuses_negative_coordinates_of_stores(entry, shape, box, at, name, order):
+    """An H200 answers stores like these with "illegal instruction"; loads may begin before the tensor."""
+    value = at["xyzwv".index(name)]
+    with pytest.raises(Hazard, match=rf"line \d+ of tma.cu.*: coordinate {name} of the TMA store is {value}\..*must not be negative"):
+        run(tensor_copy(entry, shape, box, at), **ORDERS[order])
 
 
 def test_bounds_hold_for_approximate_instructions_only():
@@ -69,9 +113,9 @@ def test_bounds_hold_for_approximate_instructions_only():
 
 
 def test_record_fits_the_list():
-    assert sorted(RECORDED) == sorted(case.name for case in CASES), f"recorded.json is out of date; run: {COMMAND}"
+    assert RECORDED.keys() | PENDING == {case.name for case in CASES}, f"recorded.json is out of date; run: {COMMAND}"
 
 
 def test_names_are_unique():
     assert len({case.name for case in CASES}) == len(CASES)
-    assert REFUSED <= {case.name for case in CASES}
+    assert REFUSED | PENDING <= {case.name for case in CASES}

@@ -109,6 +109,15 @@ def test_doctor_fits_a_screen_and_names_the_fix(monkeypatch):
     assert result.exit_code == 1 and "fix Triton: Run: pip install 'triton>=3.6'" in result.output
 
 
+def test_trace_writes_a_chrome_trace_and_a_drawing(tmp_path):
+    result = invoke("trace", "--stage", "03", "--step", "ring", "--record", str(tmp_path / "t.json"), "--draw", str(tmp_path / "t.png"))
+    assert result.exit_code == 0, result.output
+    tracks = {event["args"]["name"] for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if event["name"] == "thread_name"}
+    assert {"copy engine", "tensor core", "warpgroup 0"} <= tracks
+    assert (tmp_path / "t.png").stat().st_size > 10_000
+    assert invoke("trace", "--stage", "03", "--step", "nothing").exit_code == 2
+
+
 def test_exercises_and_hints():
     assert "exercise.cu" in invoke("exercises").output
     first = invoke("hint", "01", "1")

@@ -1,4 +1,4 @@
-"""The command line: ``hopperlab run | check | bench | profile | exercises | hint | report | doctor``."""
+"""The command line: ``hopperlab run | check | bench | profile | trace | exercises | hint | report | doctor``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from rich.table import Table
 from hopperlab import bench as benchmark
 from hopperlab import capability, check as checker, counters, exercise, report, telemetry
 from hopperlab import stage as stages
+from hopperlab.kernel import simulation
+from hopperlab.sim import trace as tracing
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 # A log (a pipe, CI) has no width; give it one that fits the ladder.
@@ -207,6 +209,30 @@ def profile(stage: StageOption = "", record: RecordOption = Path("results/counte
         console.print(f"{row['stage']} {row['step']}: {row['error']}", markup=False)
     console.print(f"record: {report.save(result, record)}")
     raise typer.Exit(1 if refused else 0)
+
+
+@app.command()
+def trace(stage: StageOption, step: Annotated[str, typer.Option("--step", help="Name of the step, as `run` prints it.")] = "",
+          shape: ShapeOption = "128x128x512",
+          record: Annotated[Path, typer.Option("--record", help="Chrome trace to write; open it at ui.perfetto.dev.")] = Path("results/trace.json"),
+          draw: Annotated[Path | None, typer.Option("--draw", help="Also draw it into this PNG.")] = None):  # fmt: skip
+    """Run one step on the simulator and show its pipeline: who did what in which order. It shows order, not time."""
+    m, n, k = _shape(shape)
+    steps = [found for entry in _stages(stage) for found in entry.steps if found.language == "cuda"]
+    chosen = [found for found in steps if found.name == step] if step else steps[-1:]
+    if not chosen:
+        raise typer.BadParameter(f"--step: got {step!r}, there are {[found.name for found in steps]}")
+    a, b = checker.problem(m, n, k, recipes=chosen[0].recipes[0], formats=chosen[0].formats[0])
+    with simulation(trace=True) as reports:
+        chosen[0].gemm(a, b, torch.empty(m, n, dtype=torch.bfloat16))
+    spans = reports[-1].trace
+    record.parent.mkdir(parents=True, exist_ok=True)
+    tracing.save(spans, record)
+    console.print(str(reports[-1]), markup=False, highlight=False)
+    console.print(f"trace: {record} (open it at ui.perfetto.dev)")
+    if draw is not None:
+        tracing.draw(spans).figure.savefig(draw, dpi=130, bbox_inches="tight")
+        console.print(f"drawing: {draw}")
 
 
 @app.command()

@@ -9,6 +9,8 @@ The grid counts CTAs, as in CUDA's ``<<<grid, block>>>``. Launches on a GPU are 
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import ctypes
 import functools
 import math
@@ -33,6 +35,24 @@ _SCALAR_TYPES = {
     "s8": ctypes.c_int8, "s16": ctypes.c_int16, "s32": ctypes.c_int32, "s64": ctypes.c_int64,
     "b8": ctypes.c_uint8, "b16": ctypes.c_uint16, "b32": ctypes.c_uint32, "b64": ctypes.c_uint64,
 }  # fmt: skip
+
+
+_SIMULATION = contextvars.ContextVar("simulation", default=({}, None))
+
+
+@contextlib.contextmanager
+def simulation(**options):
+    """Options of the simulator for every launch inside the block, whoever makes it; gives the list of their reports.
+
+        with simulation(trace=True, order="eager", seed=3) as reports:
+            step.gemm(a, b, out)        # on CPU tensors
+    """
+    reports = []
+    token = _SIMULATION.set((options, reports))
+    try:
+        yield reports
+    finally:
+        _SIMULATION.reset(token)
 
 
 @dataclass(frozen=True)
@@ -103,10 +123,14 @@ class Kernel:
         if device.type == "cpu":
             from hopperlab import sim
 
-            return sim.launch(
-                self.compiled.ptx, self.entry, list(arguments), grid=grid, block=block, cluster=cluster,
-                shared_bytes=shared_bytes, registers=self.resources.registers, **simulator_options,
+            around, reports = _SIMULATION.get()
+            report = sim.launch(
+                self.compiled.ptx, self.entry, list(arguments), grid=grid, block=block, cluster=cluster, shared_bytes=shared_bytes,
+                registers=self.resources.registers, source=self.path, **{**around, **simulator_options},
             )  # fmt: skip
+            if reports is not None:
+                reports.append(report)
+            return report
         if simulator_options:
             raise TypeError(f"{sorted(simulator_options)} are options of the simulator; "
                             "move the tensors to the CPU to use them")  # fmt: skip

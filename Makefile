@@ -16,7 +16,7 @@ run: .venv/ready
 	$(BIN)/hopperlab run $(ARGS)
 
 test: .venv/ready
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto $(ARGS)
 
 lab: .venv/ready
 	$(BIN)/jupyter lab stages $(ARGS)

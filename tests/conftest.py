@@ -7,10 +7,13 @@ from pathlib import Path
 os.environ.setdefault("HOPPERLAB_CACHE", str(Path(tempfile.gettempdir()) / f"hopperlab-test-cache-{os.getuid()}"))
 
 import pytest  # noqa: E402
+import torch  # noqa: E402
 
 from hopperlab import capability  # noqa: E402
 
 capability.use_triton_interpreter_without_gpu()
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # one process per core: threads of their own would only fight
 
 
 @pytest.fixture

@@ -23,7 +23,8 @@ class Segment:
     """Code between two scheduling points.
 
     run(unit, fragment, registers, lanes) executes the straight-line part.  The terminator is None (fall through), a
-    branch, an exit or a special instruction.  live holds the registers that later code may still read on entry.
+    branch, an exit or a special instruction; joined holds those that its handler executes with it (see Special.runs).
+    live holds the registers that later code may still read on entry.
     """
 
     index: int
@@ -38,6 +39,11 @@ class Segment:
     polls: bool = False
     live: list[int] = field(default_factory=list)
     touched: frozenset = frozenset()  # registers that instructions other than wgmma use
+    joined: list[Instruction] = field(default_factory=list)
+
+    @property
+    def instructions(self) -> list[Instruction]:
+        return self.code + ([self.terminator] if self.terminator else []) + self.joined
 
     @property
     def following(self) -> int:
@@ -283,6 +289,9 @@ class Program:
             code = []
 
         for i, instruction in enumerate(kernel.instructions):
+            if i not in starts and not code and segments and self._joins(segments[-1], instruction):
+                segments[-1].joined.append(instruction)
+                continue
             if i in starts and i != begin and code:
                 close(None)
             if i in starts or not code:
@@ -320,8 +329,20 @@ class Program:
                 segment.kind = "exit" if opcode != "trap" else "trap"
             else:
                 segment.kind = "special"
-                segment.handler = registry.find(terminator.opcode).decode(terminator, self)
+                special = registry.find(terminator.opcode)
+                segment.handler = special.decode([terminator, *segment.joined] if special.runs else terminator, self)
         return segments
+
+    def _joins(self, segment, instruction) -> bool:
+        """May the instruction run together with those that end the segment? Then all read before any of them writes."""
+        last = segment.terminator
+        if last is None or last.opcode != instruction.opcode or last.guard or instruction.guard:
+            return False
+        special = registry.find(instruction.opcode)
+        if special is None or not special.runs:
+            return False
+        written = {index for other in [last, *segment.joined] for index in self.reads_writes(other)[1]}
+        return written.isdisjoint(self.reads_writes(instruction)[0])
 
     def _liveness(self) -> None:
         """Backward data flow over bit sets: which registers hold a value that is still read."""
@@ -329,13 +350,13 @@ class Program:
         use, define = [], []
         accumulators = 0
         for segment in segments:
-            for instruction in segment.code + ([segment.terminator] if segment.terminator else []):
+            for instruction in segment.instructions:
                 if instruction.opcode.startswith("wgmma.mma"):
                     for index in self.registers_of(instruction.operands[0]):
                         accumulators |= 1 << index
         for segment in segments:
             used = defined = 0
-            for instruction in segment.code + ([segment.terminator] if segment.terminator else []):
+            for instruction in segment.instructions:
                 reads, writes = self.reads_writes(instruction)
                 for index in reads:
                     if not defined >> index & 1:
@@ -345,7 +366,7 @@ class Program:
                 if instruction.opcode.startswith("wgmma."):  # results arrive later: keep accumulators alive
                     used |= accumulators & ~defined
             touched = set()
-            for instruction in segment.code + ([segment.terminator] if segment.terminator else []):
+            for instruction in segment.instructions:
                 if not instruction.opcode.startswith("wgmma"):
                     touched.update(*self.reads_writes(instruction))
             segment.touched = frozenset(touched)
@@ -369,13 +390,13 @@ class Program:
             for successor in self._successors(segment):
                 out |= live[successor]
             if segment.terminator is not None:
-                for index in self.reads_writes(segment.terminator)[0]:
-                    out |= 1 << index
+                for instruction in [segment.terminator, *segment.joined]:
+                    for index in self.reads_writes(instruction)[0]:
+                        out |= 1 << index
                 if segment.terminator.opcode.startswith("wgmma."):
                     out |= accumulators
             self.live_out.append(out)
-            bits = live[segment.index]
-            segment.live = [i for i in range(len(self.names)) if bits >> i & 1]
+            segment.live = [i for i, bit in enumerate(reversed(f"{live[segment.index]:b}")) if bit == "1"]
 
     def _successors(self, segment) -> list[int]:
         if segment.kind == "exit" or segment.kind == "trap":

@@ -572,8 +572,8 @@ class Observer:
     def register_in_flight(self, fragment, segment):
         names = list(self.machine.program.kernel.registers)
         shared = segment.touched & fragment.unit.pending_registers
-        for instruction in segment.code + [segment.terminator]:
-            if instruction is None or instruction.opcode.startswith("wgmma"):
+        for instruction in segment.instructions:
+            if instruction.opcode.startswith("wgmma"):
                 continue
             reads, writes = self.machine.program.reads_writes(instruction)
             used = [i for i in reads + writes if i in shared]

@@ -40,19 +40,21 @@ class Special:
     """decode(instruction, program) returns execute(machine, fragment), which returns None or a Wait to park on.
 
     results are operand positions that are written, updates positions that are read and written.  batches says that the
-    instruction also works on many CTAs in lock step.
+    instruction also works on many CTAs in lock step.  runs says that decode takes a list: one such instruction, or several
+    that follow one another and do not depend on each other's results.
     """
 
     decode: object
     results: tuple[int, ...]
     updates: tuple[int, ...]
     batches: bool
+    runs: bool
 
 
-def special(*prefixes, results=(), updates=(), batches=False):
+def special(*prefixes, results=(), updates=(), batches=False, runs=False):
     def register(decode):
         for prefix in prefixes:
-            _TABLE[prefix] = Special(decode, results, updates, batches)
+            _TABLE[prefix] = Special(decode, results, updates, batches, runs)
         find.cache_clear()
         return decode
 

@@ -62,7 +62,7 @@ APPROXIMATE = ("approx", "full")
 def make_report(machine, seconds) -> Report:
     mix, lines, approximate = Counter(), Counter(), []
     for segment, threads in zip(machine.program.segments, machine.segment_threads.tolist()):
-        for instruction in segment.code + ([segment.terminator] if segment.terminator else []):
+        for instruction in segment.instructions:
             mix[instruction.parts[0]] += threads
             if instruction.location:
                 lines[instruction.location] += threads

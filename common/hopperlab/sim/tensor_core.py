@@ -14,7 +14,7 @@ from functools import cache
 import ml_dtypes
 import numpy as np
 
-from .arithmetic import f32_to_f16
+from .arithmetic import canonical_nan, f32_to_f16
 from .copy_engine import CHUNK, swizzle
 from .errors import Hazard, MemoryFault, UnknownInstruction
 from .machine import Rendezvous
@@ -75,7 +75,7 @@ def _decode(codes, fmt):
 
 
 def accumulate(a_codes, b_codes, c, a_format, b_format, d_format="f32"):
-    """D = A B^T + C for one k-step of wgmma: a (m, k) and b (n, k) codes, c (m, n) values of d_format.
+    """D = A B^T + C for one k-step of wgmma: a (m, k) and b (n, k) codes, c (m, n) values of d_format, or batches of them.
 
     c and the result are float32 arrays for f32 and f16 (which holds float16 values), int32 for s32.
     """
@@ -92,7 +92,7 @@ def accumulate(a_codes, b_codes, c, a_format, b_format, d_format="f32"):
 def _accumulate_integers(a_codes, b_codes, c, a_format, b_format, d_format):
     """s32 wraps; s32.satfinite clamps the result of every instruction."""
     a, b = (x.view(np.int8 if f == "s8" else U8).astype(np.int64) for x, f in ((a_codes, a_format), (b_codes, b_format)))
-    total = a @ b.T + c
+    total = a @ b.swapaxes(-1, -2) + c
     if d_format == "s32.satfinite":
         total = np.clip(total, -(1 << 31), (1 << 31) - 1)
     return total.astype(np.int32)
@@ -101,8 +101,8 @@ def _accumulate_integers(a_codes, b_codes, c, a_format, b_format, d_format):
 def _fused_sum(a, b, c, a_exponent, b_exponent, rule):
     fraction = rule.fraction
     # k comes first, so that every NumPy pass runs over long contiguous rows.
-    a, b, a_exponent, b_exponent = (np.ascontiguousarray(x.T) for x in (a, b, a_exponent, b_exponent))
-    exponent = (a_exponent[:, :, None] + b_exponent[:, None, :]).max(0).astype(np.int32)
+    a, b, a_exponent, b_exponent = (np.ascontiguousarray(np.moveaxis(x, -1, 0)) for x in (a, b, a_exponent, b_exponent))
+    exponent = (a_exponent[..., :, None] + b_exponent[..., None, :]).max(0).astype(np.int32)
     if a_exponent.dtype == np.int8:
         exponent[exponent < -44] = ZERO_EXPONENT  # all products are zero
     c_exponent = np.maximum((c.view(np.int32) >> 23 & 255) - 127, rule.subnormal)
@@ -117,7 +117,7 @@ def _fused_sum(a, b, c, a_exponent, b_exponent, rule):
     step = 8  # products of 8 k at a time stay in the cache
     products = np.empty((min(step, len(a)), *total.shape), kind)
     for k in range(0, len(a), step):
-        np.einsum("ki,kj->kij", a[k : k + step], b[k : k + step], out=products[: len(a) - k])
+        np.einsum("k...i,k...j->k...ij", a[k : k + step], b[k : k + step], out=products[: len(a) - k])
         np.multiply(products, scale, out=products)
         np.trunc(products, out=products)
         total += np.add.reduce(products, axis=0)
@@ -152,7 +152,7 @@ def _accumulate_special(a, b, c, a_exponent, b_exponent, rule):
     result = _fused_sum(*clean, *exponents, rule)
     with np.errstate(all="ignore"):
         # Any finite stand-in keeps the classes: inf, nan and the sign of infinities survive a float64 product.
-        ieee = a.astype(np.float64) @ b.T.astype(np.float64) + c
+        ieee = a.astype(np.float64) @ b.swapaxes(-1, -2).astype(np.float64) + c
         infinite_or_nan = ~np.isfinite(ieee)
         positive = _infinities(a, b, c, 1)
         negative = _infinities(a, b, c, -1)
@@ -162,8 +162,8 @@ def _accumulate_special(a, b, c, a_exponent, b_exponent, rule):
 
 
 def _infinities(a, b, c, sign):
-    products = a.astype(np.float64)[:, None, :] * b[None, :, :]
-    return ((products == sign * np.inf).any(2)) | (c == sign * np.inf)
+    products = a.astype(np.float64)[..., :, None, :] * b[..., None, :, :]
+    return (products == sign * np.inf).any(-1) | (c == sign * np.inf)
 
 
 # ---- wgmma -----------------------------------------------------------------------------------------------------------
@@ -495,13 +495,13 @@ def _wgmma_wait(instruction, program):
 # ---- mma.sync (9.7.14.5) ---------------------------------------------------------------------------------------------
 
 
-@special("mma.sync", results=(0,))
-def _mma(instruction, program):
+@special("mma.sync", results=(0,), runs=True)
+def _mma(instructions, program):
+    """A run of independent mma.sync of one kind: one batch of matrices, (instructions, warps, rows, columns)."""
+    opcode, where = instructions[0].opcode, instructions[0].where()
     match = re.fullmatch(
-        r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col(\.satfinite)?\.(f32|f16|s32)\.(\w+)\.(\w+)\.(f32|f16|s32)",
-        instruction.opcode,
+        r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col(\.satfinite)?\.(f32|f16|s32)\.(\w+)\.(\w+)\.(f32|f16|s32)", opcode
     )
-    where = instruction.where()
     if (
         not match
         or match[3] != match[6]
@@ -509,60 +509,69 @@ def _mma(instruction, program):
         or (match[2] and match[3] != "s32")
     ):
         raise UnknownInstruction(
-            f"{where}: {instruction.opcode!r} is not modelled (m16n8k32 of FP8, k8 and k16 of f16 and bf16, k4 and k8 of tf32,"
+            f"{where}: {opcode!r} is not modelled (m16n8k32 of FP8, k8 and k16 of f16 and bf16, k4 and k8 of tf32,"
             " k16 and k32 of s8 and u8)"
         )
-    k, a_type, b_type, d_type = int(match[1]), match[4], match[5], match[3] + (match[2] or "")
-    lists = [[r.strip() for r in o.strip("{}").split(",")] for o in instruction.operands]
-    writes = [program.writer(r) for r in lists[0]]
-    a_reads, b_reads = [program.reader(r, "b32") for r in lists[1]], [program.reader(r, "b32") for r in lists[2]]
-    c_reads = [program.reader(r, "b32") for r in lists[3]]
-    bits = BITS[a_type]
-    per = 32 // bits
-    dtype = _CODES[bits]
-    lane = np.arange(32)
-
-    def matrix(reads, fragment, rows, is_a):
-        """(warps, rows, k) codes from fragments."""
-        warps = -(-fragment.unit.threads // 32)
-        codes = np.zeros((warps, rows, k), dtype)
-        for r, read in enumerate(reads):
-            value = np.broadcast_to(read(fragment), (fragment.unit.threads,)).reshape(warps, 32)
-            elements = np.ascontiguousarray(value).view(dtype).reshape(warps, 32, per)
-            row = lane // 4 + (8 * (r % 2) if is_a else 0)
-            column = lane % 4 * per + (r // 2 if is_a else r) * 4 * per
-            for e in range(per):
-                codes[:, row, column + e] = elements[:, :, e]
-        return codes
+    a_type, b_type, d_type = match[4], match[5], match[3] + (match[2] or "")
+    lists = [[tuple(r.strip() for r in o.strip("{}").split(",")) for o in i.operands] for i in instructions]
+    d_names, a_names, b_names, c_names = zip(*lists)
+    # Instructions that share a fragment of A or B: each is unpacked once.
+    a_unique, b_unique = list(dict.fromkeys(a_names)), list(dict.fromkeys(b_names))
+    a_of, b_of = [a_unique.index(names) for names in a_names], [b_unique.index(names) for names in b_names]
+    a_reads, b_reads = _readers(program, a_unique, "b32"), _readers(program, b_unique, "b32")
+    c_reads = _readers(program, c_names, "f32" if d_type == "f32" else "b32")
+    writes = [program.writer(name) for names in d_names for name in names]
+    dtype = _CODES[BITS[a_type]]
+    per = 32 // BITS[a_type]
 
     def execute(machine, fragment):
         unit = fragment.unit
-        if (
-            fragment.n % 32
-            or fragment.n != unit.threads
-            and len(np.unique(fragment.lane_indices() >> 5)) * 32 != fragment.n
-        ):
+        if fragment.n % 32 or not _full_warps(fragment):
             return Rendezvous(unit, where)
-        a, b = matrix(a_reads, fragment, 16, True), matrix(b_reads, fragment, 8, False)
-        warps = a.shape[0]
-        words = [np.broadcast_to(read(fragment), (unit.threads,)) for read in c_reads]
-        if d_type == "f16":
-            halves = [(w >> U32(shift)).astype(U16).view(np.float16).astype(F32) for w in words for shift in (0, 16)]
-            values = np.stack(halves)
-        else:
-            values = np.stack(words).view(F32 if d_type == "f32" else np.int32)
-        c = np.empty((warps, 16, 8), values.dtype)
-        spots = [(lane // 4 + 8 * (r // 2), lane % 4 * 2 + r % 2) for r in range(4)]
-        for (row, column), value in zip(spots, values):
-            c[:, row, column] = value.reshape(warps, 32)
-        d = np.stack([mma_arithmetic(a[w], b[w], c[w], a_type, b_type, d_type) for w in range(warps)])
-        results = [np.ascontiguousarray(d[:, row, column]).reshape(-1) for row, column in spots]
-        if d_type == "f16":
-            results = [pack_f16(low, high) for low, high in zip(results[::2], results[1::2])]
-        for result, write in zip(results, writes):
-            write(fragment, result)
+        a = _words(fragment, a_reads, U32).view(dtype).reshape(len(a_unique), -1, 2, unit.threads // 32, 8, 4, per)
+        # Lane = 4 * group + quad. (list, half of k, half of the rows, warp, group, quad, element), A's registers in this order
+        a = a.transpose(0, 3, 2, 4, 1, 5, 6).reshape(len(a_unique), unit.threads // 32, 16, -1)
+        b = _words(fragment, b_reads, U32).view(dtype).reshape(len(b_unique), -1, unit.threads // 32, 8, 4, per)
+        b = b.transpose(0, 2, 3, 1, 4, 5).reshape(len(b_unique), unit.threads // 32, 8, -1)
+        c = _accumulators(_words(fragment, c_reads, F32 if d_type == "f32" else U32), d_type)
+        d = mma_arithmetic(a, b, c, a_type, b_type, d_type, a_of, b_of)
+        for write, values in zip(writes, _accumulator_words(d, d_type)):
+            write(fragment, values)
 
     return execute
+
+
+def _readers(program, lists, kind):
+    return [[program.reader(name, kind) for name in names] for names in lists]
+
+
+def _words(fragment, lists, dtype):
+    """(lists, registers, threads) values of lists of registers."""
+    words = np.empty((len(lists), len(lists[0]), fragment.unit.threads), dtype)
+    for row, reads in zip(words, lists):
+        for place, read in zip(row, reads):
+            place[...] = read(fragment)
+    return words
+
+
+def _accumulators(words, d_type):
+    """Registers of C (instructions, registers, threads) as matrices (instructions, warps, 16, 8)."""
+    count, _, threads = words.shape
+    if d_type == "f16":  # a register holds two neighbours of a row
+        values = words.view(np.float16).reshape(count, 2, threads // 32, 8, 4, 2).astype(F32).transpose(0, 2, 1, 3, 4, 5)
+    else:
+        values = canonical_nan(words) if d_type == "f32" else words.view(np.int32)
+        values = values.reshape(count, 2, 2, threads // 32, 8, 4).transpose(0, 3, 1, 4, 5, 2)
+    return values.reshape(count, threads // 32, 16, 8)
+
+
+def _accumulator_words(d, d_type):
+    """The reverse: one array of words per register, those of the first instruction first."""
+    count, warps = d.shape[:2]
+    values = d.reshape(count, warps, 2, 8, 4, 2).transpose(0, 2, 5, 1, 3, 4).reshape(count, 4, warps * 32)
+    if d_type == "f16":
+        values = pack_f16(values[:, ::2], values[:, 1::2])
+    return values.reshape(-1, warps * 32)
 
 
 @cache
@@ -574,16 +583,56 @@ def _mma_shapes():
     return shapes | {(a, b, "s32", k) for a in ("s8", "u8") for b in ("s8", "u8") for k in (16, 32)}
 
 
-def mma_arithmetic(a, b, c, a_type, b_type, d_type="f32"):
-    """mma.sync on Hopper: FP8 runs as two f16 steps from zero, then one float32 addition of c."""
+def mma_arithmetic(a, b, c, a_type, b_type, d_type="f32", a_of=slice(None), b_of=slice(None)):
+    """mma.sync on Hopper: FP8 runs as two f16 steps from zero, then one float32 addition of c.
+
+    a (lists, ..., 16, k) and b (lists, ..., 8, k) codes; a_of and b_of choose one of each per matrix of c (n, ..., 16, 8).
+    """
     if a_type not in ("e4m3", "e5m2"):
-        return accumulate(a, b, c, a_type, b_type, d_type)
-    values = [(_TABLES[t][0][x]).astype(np.float16).view(U16) for t, x in ((a_type, a), (b_type, b))]
-    k = np.arange(a.shape[1])
+        return accumulate(a[a_of], b[b_of], c, a_type, b_type, d_type)
     total = np.zeros_like(c)
+    k = np.arange(a.shape[-1])
     for half in (k % 4 < 2, k % 4 >= 2):
-        total = accumulate(values[0][:, half], values[1][:, half], total, "f16", "f16")
+        total = _half_step(a[..., half], b[..., half], total, a_type, b_type, a_of, b_of)
     return total + c
+
+
+def _half_step(a, b, c, a_type, b_type, a_of, b_of):
+    """accumulate() on FP8 values held in f16, which the tensor core does with 25 fraction bits.
+
+    Products of FP8 values rarely lose bits at that width. Where bounds on their exponents show that none does, the sum is
+    a matrix product in float64, which is exact too, truncated to float32; the other outputs are computed one by one.
+    """
+    (a_value, a_high, a_low), (b_value, b_high, b_low) = ([t[x] for t in _f8_tables(f)] for f, x in ((a_type, a), (b_type, b)))
+    # The largest exponent of a product of this row and this column, at most; the place of the last bit of one, at least.
+    high = a_high.max(-1)[a_of][..., :, None] + b_high.max(-1)[b_of][..., None, :]
+    low = a_low.min(-1)[a_of][..., :, None] + b_low.min(-1)[b_of][..., None, :]
+    rule = _RULES["wide", "f32"]
+    high = np.maximum(high, np.where(c == 0, ZERO_EXPONENT, np.frexp(c)[1]))
+    scaled = np.ldexp(c.astype(np.float64), rule.fraction - high)
+    exact = (low >= high - rule.fraction) & (scaled == np.trunc(scaled)) & np.isfinite(c)
+    finite_a, finite_b = np.isfinite(a_value), np.isfinite(b_value)
+    if not (finite_a.all() and finite_b.all()):
+        exact &= finite_a.all(-1)[a_of][..., :, None] & finite_b.all(-1)[b_of][..., None, :]
+    total = _toward_zero(a_value[a_of] @ b_value[b_of].swapaxes(-1, -2) + c)
+    if not exact.all():
+        at = np.nonzero(~exact)
+        halves = [t[x].astype(np.float16).view(U16) for t, x in ((_TABLES[a_type][0], a), (_TABLES[b_type][0], b))]
+        rows, columns = halves[0][a_of][*at[:-1]][:, None], halves[1][b_of][*at[:-2], at[-1]][:, None]
+        total[at] = accumulate(rows, columns, c[at][:, None, None], "f16", "f16")[:, 0, 0]
+    return total
+
+
+@cache
+def _f8_tables(fmt):
+    """Of every FP8 code: float64 value, exponent as in f16, place of its last bit that is one. Zeros: nothing to bound."""
+    values = _TABLES[fmt][0]
+    mantissa, exponent = np.frexp(np.where(np.isfinite(values), values, 0))
+    whole = np.abs(mantissa * 16).astype(np.int32)  # at most 4 significant bits
+    last = np.log2(np.maximum(whole & -whole, 1)).astype(np.int32) + exponent - 4
+    zero = values == 0
+    high = _TABLES["f16"][1][values.astype(np.float16).view(U16)].astype(np.int32)
+    return values.astype(np.float64), np.where(zero, ZERO_EXPONENT // 2, high), np.where(zero, -ZERO_EXPONENT // 2, last)
 
 
 # ---- ldmatrix, stmatrix (9.7.14.5.15, .16) ---------------------------------------------------------------------------

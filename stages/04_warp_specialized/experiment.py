@@ -15,10 +15,11 @@ from hopperlab import bench, report, stage, telemetry
 WIDTHS = range(1024, 8193, 512)  # N; M = K = 4096
 CUBES = (4096, 8192)
 CONFIGURATIONS = {  # options of overlapped()
-    "one CTA": {"cluster": 1},
-    "clusters of two": {"cluster": 2},
-    "one CTA, groups of 16": {"cluster": 1, "group_m": 16},
-    "clusters of two, groups of 16": {"cluster": 2, "group_m": 16},
+    "one CTA": {"block_n": 256, "cluster": 1},
+    "clusters of two": {"block_n": 256, "cluster": 2},
+    "one CTA, groups of 16": {"block_n": 256, "cluster": 1, "group_m": 16},
+    "one CTA, 192 wide": {"block_n": 192, "cluster": 1},
+    "one CTA, 128 wide": {"block_n": 128, "cluster": 1},
     "plan": {},
 }
 

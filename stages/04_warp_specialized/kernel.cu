@@ -135,7 +135,7 @@ overlapped(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
 
       auto release = [&](int slot) {                                   // this warp is done with a slot
         // BLANK 3: tell every producer that writes into this slot: one arrival of this warp on each one's empty barrier
-        // All CTAs of the cluster do, by multicast. Lane r arrives in CTA r.
+        // Every CTA of the cluster multicasts into it: lane r arrives in CTA r.
         if (lane < Cluster) mbarrier_arrive_remote(&shared.empty[slot], lane);
         // END BLANK
       };

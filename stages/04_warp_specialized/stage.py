@@ -20,6 +20,7 @@ BLOCK_M, BLOCK_K, CONSUMERS = 128, 128, 2  # as in the kernels
 THREADS = 128 * (1 + CONSUMERS)
 PANEL_ROWS, PANEL_COLUMNS, PANELS_HELD = 64, 64, 2  # the epilogue's staging in kernel.cu
 SMS_OF_AN_H200 = 132  # what the simulator plans for
+HAND_OVER_CYCLES, FILL_CYCLES = 700, 1500  # see predict()
 EXERCISE_CONSTANTS = {"BLOCK_N": 128, "NUM_STAGES": 4, "CLUSTER": 2, "GROUP_M": 8, "STORE_BY_TMA": 1, "OUTPUT": "bf16",
                       "STAGED": "bf16", "A_FORMAT": "e4m3", "B_FORMAT": "e4m3"}  # fmt: skip
 
@@ -51,13 +52,14 @@ def predict(m: int, n: int, k: int, block_n: int, cluster: int, sms: int) -> tup
     """(tiles, waves, cycles of one SM) for one way to cut a problem: the wave model.
 
     The tensor cores of an SM do 4096 multiply-adds a cycle, so a tile takes 128 · block_n · K / 4096. SMs work in waves:
-    ceil(tiles / SMs) tiles one after another, and the last wave takes as long when it is nearly empty. A tile's epilogue
-    overlaps with the other warpgroup's work in all but the last wave; the first loads (about 1500 cycles) with nothing.
+    ceil(tiles / SMs) tiles one after another, and the last wave takes as long when it is nearly empty. HAND_OVER_CYCLES are
+    lost between tiles, FILL_CYCLES once, before the first bytes arrive. Both are estimates; they decide between cuts whose
+    tensor-core time is equal, in favour of fewer, wider tiles.
     """
     rows, columns = -(-m // (BLOCK_M * cluster)), -(-n // block_n)
     waves = -(-rows * columns // (sms // cluster))
     per_tile = BLOCK_M * block_n * -(-k // BLOCK_K) * BLOCK_K / 4096
-    return rows * columns * cluster, waves, waves * per_tile + 1500 + 8 * block_n
+    return rows * columns * cluster, waves, waves * (per_tile + HAND_OVER_CYCLES) + FILL_CYCLES
 
 
 @functools.lru_cache(maxsize=4096)
@@ -65,12 +67,12 @@ def plan(m: int, n: int, k: int, sms: int = SMS_OF_AN_H200, block_n: int | None 
          group_m: int = 8) -> Plan:  # fmt: skip
     """The cut with the fewest predicted cycles. ``block_n`` (128, 192 or 256) and ``cluster`` (1 or 2) can be forced.
 
-    At equal cycles the wider tile wins: it reads fewer bytes from L2. A cluster of two is taken when there are at least
-    two rows of tiles: it halves the traffic of B.
+    At equal cycles the wider tile wins: it reads fewer bytes from L2; and so does the single CTA over a cluster of two, which
+    halves the traffic of B but was not faster on an H200 (docs/results/04_waves.json).
     """
     best = None
     for width in (256, 192, 128) if block_n is None else (block_n,):
-        for size in ((2, 1) if m > BLOCK_M else (1,)) if cluster is None else (cluster,):
+        for size in (1, 2) if cluster is None else (cluster,):
             tiles, waves, cycles = predict(m, n, k, width, size, sms)
             if best is None or cycles < best.cycles:
                 ctas = min(tiles // size, sms // size) * size

@@ -1,0 +1,217 @@
+"""Answers a learner may well write: wrong, but plausible. Each must fail its blank's test with a message that points at the mistake.
+
+Each: stage, text of the solution, what they wrote instead, the test that must fail, a pattern of its message.
+"""
+
+WRONG_01 = [
+    # one shift for both formats
+    ("01", "magnitude << (23 - Mantissa)", "magnitude << 20", "test_blank_1", r"e5m2 byte 0x01 \(subnormal\)"),
+    # the bias forgotten
+    ("01", " * __uint_as_float((127 + 127 - Bias) << 23)", "", "test_blank_1", r"a factor of 7.52316e-37"),
+    # one off in the bias
+    ("01", "(127 + 127 - Bias) << 23", "(127 + 128 - Bias) << 23", "test_blank_1", r"a factor of 2\. "),
+    # no guard along k: reads into the next row
+    ("01", "if (row0 + row < rows && k0 + k < K)", "if (row0 + row < rows)", "test_blank_2",
+     r"BLANK 2, the tile at .* holds that address: look at the bounds check"),
+    # no guard along the rows: reads past the end
+    ("01", "if (row0 + row < rows && k0 + k < K)", "if (k0 + k < K)", "test_blank_2", r"BLANK 2, the tile at .* bounds"),
+    # the tile's origin forgotten
+    ("01", "source[(i64)(row0 + row) * K + k0 + k]", "source[(i64)(row0 + row) * K + k]", "test_blank_2", r"BLANK 2: the tile at row 64, k 64 of a 100x70 matrix holds"),
+    # rows of a thread side by side, as the store does not expect them
+    ("01", "tile_a[k][thread_m + i * StrideM]", "tile_a[k][thread_m * ThreadM + i]", "test_blank_3", r"holds the values of row"),
+    # only the last k kept
+    ("01", "fmaf(a[i], b[j], sum[i][j])", "a[i] * b[j]", "test_blank_3", "BLANK 3"),
+    # no guard on the store
+    ("01", "if (m < M && n < N) {", "{", "test_blank_4", r"BLANK 4, .* bounds check"),
+    # a guard in one direction only: the last column runs into the next row
+    ("01", "if (m < M && n < N) {", "if (m < M) {", "test_blank_4", r"BLANK 4, "),
+    # the stride ignored: per-tensor scales are read as if there were one per row
+    ("01", "scale_a[(i64)m * scale_a_stride]", "scale_a[m]", "test_blank_4", r"BLANK 4, .* bounds check"),
+    # scales multiplied in another order
+    ("01", "store(&D[(i64)m * N + n], scale * sum[i][j]);", "store(&D[(i64)m * N + n], scale_a[(i64)m * scale_a_stride] * sum[i][j] * "
+     "scale_b[(i64)n * scale_b_stride]);", "test_blank_4", "right but for rounding"),
+]  # fmt: skip
+
+WRONG_02 = [
+    # no swizzle at all: as if the tile lay row by row
+    ("02", "((k / 16 ^ row % 8) * 16 + k % 16)", "k", "test_blank_1",
+     r"BLANK 1: byte k = 0 of row 1 \(chunk 0\) is sought at offset 128, where TMA put byte 16 of row 1\. It lies at offset 144"),
+    # the row not taken modulo 8: leaves the row from row 8 on
+    ("02", "k / 16 ^ row % 8", "k / 16 ^ row", "test_blank_1", r"byte k = 0 of row 8 .* where TMA put byte 16 of row 9"),
+    # rotated instead of exchanged
+    ("02", "(k / 16 ^ row % 8) * 16", "(k / 16 + row) % 8 * 16", "test_blank_1",
+     r"byte k = 16 of row 1 \(chunk 1\) is sought at offset 160, where TMA put byte 48 of row 1"),
+    # the place within the chunk forgotten
+    ("02", " * 16 + k % 16)", " * 16)", "test_blank_1", r"byte k = 1 of row 0 .* at offset 0, where TMA put byte 0 of row 0"),
+    # A's pattern for B: rows first, then k
+    ("02", "swizzled(tile_b, 16 * j + lane % 8 + lane / 16 * 8, k + lane / 8 % 2 * 16)",
+     "swizzled(tile_b, 16 * j + lane % 16, k + lane / 16 * 16)", "test_blank_2",
+     r"column 8 of D multiplies A at k 0 to 15 with row 0 of B at k 16 to 31\. It must be row 8"),
+    # 8 rows per fragment, not 16
+    ("02", "swizzled(tile_b, 16 * j + lane % 8", "swizzled(tile_b, 8 * j + lane % 8", "test_blank_2",
+     r"column 16 of D .* row 8 of B at k 0 to 15\. It must be row 16"),
+    # only one of the two fragments
+    ("02", "for (int j = 0; j < WarpN / 16; ++j) load_matrix_x4(b[j]", "for (int j = 0; j < 1; ++j) load_matrix_x4(b[j]", "test_blank_2",
+     r"BLANK 2: column 16 of D"),
+    # the bytes of one tile only
+    ("02", "&shared.full[buffer], (BlockM + BlockN) * BlockK)", "&shared.full[buffer], BlockM * BlockK)", "test_blank_3",
+     r"reads b\[0\], which nothing has written yet.* both boxes are announced together"),
+    # the bytes that exist, not those that a box delivers
+    ("02", "&shared.full[buffer], (BlockM + BlockN) * BlockK)",
+     "&shared.full[buffer], (min(BlockM, M - m0) + min(BlockN, N - n0)) * BlockK)", "test_blank_3",
+     r"deliver 32768 bytes to full\[0\], but expect_tx announced 21504"),
+    # the bytes of both buffers
+    ("02", "&shared.full[buffer], (BlockM + BlockN) * BlockK)", "&shared.full[buffer], sizeof(shared.a) + sizeof(shared.b))", "test_blank_3",
+     r"deadlock: (.|\n)*32768 of 65536 expected bytes"),
+    # announced once per copy: two arrivals where one is counted
+    ("02", "    mbarrier_arrive_expect_tx(&shared.full[buffer], (BlockM + BlockN) * BlockK);\n",
+     "    mbarrier_arrive_expect_tx(&shared.full[buffer], BlockM * BlockK);\n"
+     "    mbarrier_arrive_expect_tx(&shared.full[buffer], BlockN * BlockK);\n", "test_blank_3",
+     r"arrives on full\[0\] again .* announced together, once per block"),
+    # the number of the block instead of its first byte
+    ("02", "&map_a, &shared.full[buffer], k_block * BlockK, m0", "&map_a, &shared.full[buffer], k_block, m0", "test_blank_3",
+     r"innermost coordinate of the TMA load is 1, .* multiple of 16 bytes"),
+    # rows first
+    ("02", "&map_b, &shared.full[buffer], k_block * BlockK, n0", "&map_b, &shared.full[buffer], n0, k_block * BlockK", "test_blank_3",
+     r"CTA 0 asks for boxes at \(k, row\) = \[\(0, 0\), \(0, 0\), \(128, 0\), \(0, 128\)\]\. It needs"),
+    # both tiles from the rows of A's
+    ("02", "&map_b, &shared.full[buffer], k_block * BlockK, n0", "&map_b, &shared.full[buffer], k_block * BlockK, m0", "test_blank_3",
+     r"CTA 1 asks for boxes .* one of B, at row n0 = 128"),
+    # always the first buffer
+    ("02", "tma_load_2d(shared.b[buffer]", "tma_load_2d(shared.b[0]", "test_blank_3", r"race on b\[0\]: .* both copies go there"),
+    # the parity of a single buffer
+    ("02", "mbarrier_wait(&shared.full[buffer], k_block / 2 & 1)", "mbarrier_wait(&shared.full[buffer], k_block & 1)", "test_blank_4",
+     r"reads a\[1\], which nothing has written yet.* Which phase"),
+    # the parity never flips
+    ("02", "mbarrier_wait(&shared.full[buffer], k_block / 2 & 1)", "mbarrier_wait(&shared.full[buffer], 0)", "test_blank_4",
+     r"race on a\[0\]: .*without having waited for full\[0\].* Which phase"),
+    # a producer's first parity
+    ("02", "mbarrier_wait(&shared.full[buffer], k_block / 2 & 1)", "mbarrier_wait(&shared.full[buffer], k_block / 2 & 1 ^ 1)", "test_blank_4",
+     r"reads a\[0\], which nothing has written yet.* Which phase"),
+    # the next block's barrier
+    ("02", "mbarrier_wait(&shared.full[buffer], k_block / 2 & 1)", "mbarrier_wait(&shared.full[buffer ^ 1], k_block / 2 & 1)", "test_blank_4",
+     r"race on a\[0\]: .*without having waited for full\[0\]"),
+    # one thread waits, the others read at once
+    ("02", "mbarrier_wait(&shared.full[buffer], k_block / 2 & 1)", "if (threadIdx.x == 0) mbarrier_wait(&shared.full[buffer], k_block / 2 & 1)",
+     "test_blank_4", r"reads a\[0\], which nothing has written yet.* does every thread wait"),
+]  # fmt: skip
+
+WRONG_03 = [
+    # only A's bytes announced
+    ("03", "(BlockM + BlockN) * BlockK);", "BlockM * BlockK);", "test_blank_1", r"BLANK 1: for one K block \[16384\] bytes are announced; .* are 32768"),
+    # an arrival that announces nothing
+    ("03", "mbarrier_arrive_expect_tx(&shared.full[slot], (BlockM + BlockN) * BlockK);", "mbarrier_arrive(&shared.full[slot]);",
+     "test_blank_1", "BLANK 1: for one K block no bytes are announced"),
+    # counts only what lies inside the matrices
+    ("03", "(BlockM + BlockN) * BlockK);", "(min(BlockM, M - m0) + min(BlockN, N - n0)) * BlockK);", "test_blank_1",
+     r"BLANK 1: 100x125x144 .* deliver 32768 bytes to full\[0\], but expect_tx announced 28800"),
+    # x and y exchanged
+    ("03", "&map_b, &shared.full[slot], k_block * BlockK, n0", "&map_b, &shared.full[slot], n0, k_block * BlockK", "test_blank_1",
+     r"BLANK 1: the CTA with m0 = 0 and n0 = 0 copies a box at \(k, row\) = \(0, 128\)"),
+    # the block's number for its place along k
+    ("03", "&map_a, &shared.full[slot], k_block * BlockK, m0", "&map_a, &shared.full[slot], k_block, m0", "test_blank_1",
+     "BLANK 1: .* innermost coordinate of the TMA load is 1, .* multiple of 16 bytes"),
+    # always the same slot
+    ("03", "tma_load_2d(shared.a[slot], &map_a", "tma_load_2d(shared.a[0], &map_a", "test_blank_1", r"BLANK 1: .* race on a\[0\]: .* second TMA load"),
+    # the parity of the block, not of the slot's use
+    ("03", "mbarrier_wait(&shared.full[slot], k_block / Stages & 1);", "mbarrier_wait(&shared.full[slot], k_block & 1);", "test_blank_2",
+     r"BLANK 2: .* without having waited for full\[1\] \(phase 0\)"),
+    # never flips
+    ("03", "mbarrier_wait(&shared.full[slot], k_block / Stages & 1);", "mbarrier_wait(&shared.full[slot], 0);", "test_blank_2",
+     r"BLANK 2: .* without having waited for full\[0\] \(phase 1\).* flips each time"),
+    # a producer's parity: passes at once
+    ("03", "mbarrier_wait(&shared.full[slot], k_block / Stages & 1);", "mbarrier_wait(&shared.full[slot], (k_block / Stages & 1) ^ 1);",
+     "test_blank_2", "BLANK 2: .* The wait let it through before the copies were even issued"),
+    # another swizzle than the tensor map's
+    ("03", "matrix_descriptor(a + k, Swizzle::Bytes128,", "matrix_descriptor(a + k, Swizzle::Bytes64,", "test_blank_3",
+     "BLANK 3: .* descriptor of operand A says a 64-byte swizzle, but the tile was written with a 128-byte swizzle"),
+    # the stride of one row, not of eight
+    ("03", "matrix_descriptor(a + k, Swizzle::Bytes128, 8 * BlockK)", "matrix_descriptor(a + k, Swizzle::Bytes128, BlockK)", "test_blank_3",
+     "BLANK 3: .* steps 128 bytes from one group of 8 rows to the next .* must be 8 x 128 = 1024"),
+    # only A's start moves along k
+    ("03", "matrix_descriptor(b + k,", "matrix_descriptor(b,", "test_blank_3", "BLANK 3: .* the start of B's descriptor must move by k too"),
+    # always adds: right on a machine whose registers happen to be zero
+    ("03", "k_block > 0 || k > 0);", "1);", "test_blank_3", "BLANK 3: the result depends on what was in the registers of sum before"),
+    # every block starts from zero
+    ("03", "k_block > 0 || k > 0);", "k > 0);", "test_blank_3", "BLANK 3: .* the output holds only the last K block"),
+    # all of the first block starts from zero
+    ("03", "k_block > 0 || k > 0);", "k_block > 0);", "test_blank_3", "BLANK 3: .* the first K block counts only with its last 32 of k"),
+    # every thread arrives
+    ("03", "if (lane == 0) mbarrier_arrive", "mbarrier_arrive", "test_blank_4",
+     r"BLANK 4: .* 128 arrivals on empty\[0\], but its phase 0 lacks only 8.* Let one thread arrive"),
+    # one thread of the CTA arrives
+    ("03", "if (lane == 0) mbarrier_arrive", "if (threadIdx.x == 0) mbarrier_arrive", "test_blank_4",
+     r"(?s)BLANK 4: .* empty\[0\] \(initialised .*phase 0 lacks 7 of 8 arrivals"),
+    # does not wait for the other warps
+    ("03", "        mbarrier_wait(&shared.empty[last_slot], last / Stages & 1);\n", "", "test_blank_4",
+     r"BLANK 4: .* race on a\[0\]: .*(released too early, or the producer does not wait for empty|still reads it)"),
+    # one block too far
+    ("03", "load(last + Stages);", "load(k_block + Stages);", "test_blank_4", r"BLANK 4: .* race on a\[1\]: .* still reads it"),
+    # no end: boxes beyond K
+    ("03", "if (threadIdx.x == 0 && last + Stages < k_blocks)", "if (threadIdx.x == 0)", "test_blank_4",
+     r"BLANK 4: with 2 K blocks and 3 slots, the blocks \[0, 1, 3\] are copied"),
+]  # fmt: skip
+
+WRONG_04 = [
+    # the consumers' parity for the producer: its first wait never ends
+    ("04", "mbarrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);", "mbarrier_wait(&shared.empty[ring.slot], ring.phase);",
+     "test_blank_1", r"(?s)BLANK 1, .*deadlock: .*thread 0 of block \(0, 0, 0\) .* waits for parity 0 of empty\[0\].*it must use parity 1"),
+    # a parity that never flips: right in the first round only
+    ("04", "mbarrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);", "mbarrier_wait(&shared.empty[ring.slot], 1);",
+     "test_blank_1", r"BLANK 1, .*(before it reuses the slot|with the wrong parity)"),
+    # the wrong one of the two barriers
+    ("04", "mbarrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);", "mbarrier_wait(&shared.full[ring.slot], ring.phase ^ 1);",
+     "test_blank_1", r"BLANK 1, .*race on b\[0\] .*must wait for the slot to be empty"),
+    # expecting only the bytes that this CTA's own copies load
+    ("04", "(BlockM + BlockN) * BlockK);", "(BlockM + BlockN / Cluster) * BlockK);",
+     "test_blank_2", r"BLANK 2, .*reads b\[0\].*nothing has written yet.*every CTA's share of B"),
+    # the other CTA's bit left out of the mask, or only one bit set
+    ("04", "(1 << Cluster) - 1", "1 << rank", "test_blank_2", r"(?s)BLANK 2, .*8192 of 32768 expected bytes"),
+    # the number of CTAs instead of a bit for each
+    ("04", "(1 << Cluster) - 1", "Cluster", "test_blank_2", r"(?s)BLANK 2, .*full\[0\] .*expected bytes"),
+    # both shares to the same place
+    ("04", "u8* b = shared.b[ring.slot] + rank * Share * BlockK;", "u8* b = shared.b[ring.slot];", "test_blank_2",
+     r"BLANK 2, .*race on b\[0\].*different places in the tile"),
+    # the same rows of B twice
+    ("04", "k_block * BlockK, n + rank * Share);", "k_block * BlockK, n);", "test_blank_2",
+     r"BLANK 2, .*Column 64 of this tile holds the values of column 0"),
+    # coordinates swapped
+    ("04", "tma_load_2d(shared.a[ring.slot], &map_a, &shared.full[ring.slot], k_block * BlockK, m);",
+     "tma_load_2d(shared.a[ring.slot], &map_a, &shared.full[ring.slot], m, k_block * BlockK);", "test_blank_2", r"BLANK 2, .*Coordinates are \(k, row\)"),
+    # only the own producer is told: the other overwrites what is still read, or waits for ever
+    ("04", "if (lane < Cluster) mbarrier_arrive_remote(&shared.empty[slot], lane);", "if (lane == 0) mbarrier_arrive(&shared.empty[slot]);",
+     "test_blank_3", r"(?s)BLANK 3, .*empty\[0\].*lacks 8 of 16 arrivals"),
+    # every lane arrives
+    ("04", "if (lane < Cluster) mbarrier_arrive_remote(&shared.empty[slot], lane);",
+     "for (int r = 0; r < Cluster; ++r) mbarrier_arrive_remote(&shared.empty[slot], r);",
+     "test_blank_3", r"BLANK 3, .*128 arrivals on empty\[0\].*lacks only 16.*Phases end too early"),
+    # all arrivals to CTA 0
+    ("04", "if (lane < Cluster) mbarrier_arrive_remote(&shared.empty[slot], lane);",
+     "if (lane < Cluster) mbarrier_arrive_remote(&shared.empty[slot], 0);", "test_blank_3", r"BLANK 3, .*arrives once on empty\[slot\] of each CTA"),
+    # no swizzle
+    ("04", "(chunk ^ r % 8) * 8", "chunk * 8", "test_blank_4", r"BLANK 4, .*128-byte swizzle, but .*without it\. XOR the 16-byte column"),
+    # the swizzle of 64 bytes
+    ("04", "(chunk ^ r % 8) * 8", "(chunk ^ r / 2 % 4) * 8", "test_blank_4", r"BLANK 4, .*at row 1, columns 0 to 7 belong to row 1, columns 8 to 15"),
+    # lanes name matrices as if the second lay to the right of the first
+    ("04", "const int r = warp * 16 + lane % 16, chunk = j + lane / 16;", "const int r = warp * 16 + lane % 8 + lane / 16 * 8, chunk = j + lane / 8 % 2;",
+     "test_blank_4", r"BLANK 4, .*columns 8 to 15 belong to row 8, columns 0 to 7"),
+    # the warp's rows forgotten: four warps store into the same sixteen
+    ("04", "const int r = warp * 16 + lane % 16,", "const int r = lane % 16,", "test_blank_4", r"BLANK 4, .*Row 0 holds the values of row 48"),
+    # no fence between proxies
+    ("04", "          fence_proxy_async_shared();                                  // the stores above become visible to TMA\n", "",
+     "test_blank_5", r"BLANK 5, .*fence_proxy_async_shared"),
+    # the fence without the barrier: other warps may still be storing
+    ("04", "          named_barrier_sync(1 + consumer, 128);\n          if (leader) {\n", "          if (leader) {\n", "test_blank_5",
+     r"BLANK 5, .*race on out\[0\].*All writers must pass a barrier"),
+    # a barrier of the whole CTA, where the other warpgroups never come
+    ("04", "          named_barrier_sync(1 + consumer, 128);\n          if (leader) {\n", "          __syncthreads();\n          if (leader) {\n",
+     "test_blank_5", r"(?s)BLANK 5, .*deadlock.*wait at barrier 0: 256 of 384 threads"),
+    # every panel to the tile's first columns
+    ("04", "n0 + panel * PanelColumns, m0);", "n0, m0);", "test_blank_5", r"BLANK 5, .*never written\. Column 0 of this tile holds the values of column 64"),
+    # not committed: the waits count groups, and there are none
+    ("04", "            tma_store_commit();\n", "", "test_blank_5", r"BLANK 5, .*TMA store .* may still read it"),
+    # all threads store
+    ("04", "          if (leader) {\n            tma_store_2d", "          {\n            tma_store_2d", "test_blank_5", r"BLANK 5, .*issue the same TMA store"),
+]  # fmt: skip
+
+WRONG = WRONG_01 + WRONG_02 + WRONG_03 + WRONG_04

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
 import sys
 import time
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
@@ -49,7 +53,7 @@ def _progress(unit: str) -> Progress:
                     console=console, transient=True, disable=not console.is_terminal)  # fmt: skip
 
 
-def check_step(stage: stages.Stage, step: stages.Step, cases: list[stages.Case], advance=lambda: None) -> dict:
+def check_step(stage: stages.Stage, step: stages.Step, cases: list[stages.Case]) -> dict:
     """Check one step on some cases; returns its row of a record."""
     rows = []
     for case in cases:
@@ -65,7 +69,6 @@ def check_step(stage: stages.Stage, step: stages.Step, cases: list[stages.Case],
             row = {"ok": False, "message": f"{type(error).__name__}: {error}", "max_rel_error": float("nan"), "diff": float("nan"),
                    "modelled": step.expected is not None, "digest": ""}  # fmt: skip
         rows.append({"case": str(case), **row, "seconds": time.perf_counter() - start})
-        advance()
     machine = capability.machine()
     if step.language == "triton" and machine == "simulator":
         machine = "Triton interpreter"
@@ -86,15 +89,31 @@ def _check_all(selector: str) -> list[dict]:
     shapes = stages.SHARED_SHAPES + (stages.GPU_SHAPES if capability.has_hopper() else ())
     work = [(stage, step, list(stages.cases(step, shapes))) for stage in found for step in stage.steps]
     recorded, rows = report.published(), []
-    with _progress("checks") as progress:
-        task = progress.add_task("checking", total=sum(len(cases) for _, _, cases in work))
-        for stage, step, cases in work:
+    processes = 1 if capability.has_hopper() else min(os.cpu_count() or 1, len(work))
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(_progress("steps"))
+        task = progress.add_task("checking", total=len(work))
+        if processes > 1:  # the simulator is one thread of Python; steps do not depend on one another
+            context = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(ProcessPoolExecutor(processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)))
+            made = pool.map(_check_by_name, *zip(*((stage.name, step.name) for stage, step, _ in work)))
+        else:
+            made = (check_step(stage, step, cases) for stage, step, cases in work)
+        for stage, step, _ in work:
             progress.update(task, description=f"{stage.name} {step.name}")
-            row = check_step(stage, step, cases, lambda: progress.advance(task))
+            row = next(made)
             if not capability.has_hopper():
                 _compare_bits(row, recorded)
             rows.append(row)
+            progress.advance(task)
     return rows
+
+
+def _check_by_name(stage_name: str, step_name: str) -> dict:
+    """check_step in a process of its own."""
+    stage = stages.find(stage_name)[0]
+    step = next(step for step in stage.steps if step.name == step_name)
+    return check_step(stage, step, list(stages.cases(step)))
 
 
 def _time_all(selector: str, rows: list[dict], shape: tuple[int, int, int]) -> dict:

@@ -36,16 +36,20 @@ def extract(path: Path, name: str) -> str:
     return "\n".join(lines[first : last + 1]).rstrip()
 
 
+def _without_marks(text: str) -> str:
+    return re.sub(r"^[ \t]*// (END )?BLANK.*\n", "", text, flags=re.M)
+
+
 def code(folder: Path, file: str, name: str):
     """Show one function of a stage's file, as it is in the file now, without the marks of the exercise."""
     language = "python" if file.endswith(".py") else "cpp"
-    text = re.sub(r"^[ \t]*// (END )?BLANK.*\n", "", extract(folder / file, name), flags=re.M)
-    return _markdown(f"`{file}`\n```{language}\n{text}\n```")
+    return _markdown(f"`{file}`\n```{language}\n{_without_marks(extract(folder / file, name))}\n```")
 
 
 def diff(folder: Path, old: str, new: str):
-    """Show what changed from one file to the next."""
-    lines = difflib.unified_diff((folder / old).read_text().splitlines(), (folder / new).read_text().splitlines(), old, new, n=1, lineterm="")
+    """Show what changed from one file to the next, without the marks of the exercise."""
+    before, after = (_without_marks((folder / file).read_text()).splitlines() for file in (old, new))
+    lines = difflib.unified_diff(before, after, old, new, n=1, lineterm="")
     return _markdown("```diff\n" + "\n".join(lines) + "\n```")
 
 

@@ -241,7 +241,8 @@ def test_blank_3_asks_for_both_tiles(source, tmp_path):
     with explained(3, f", {case}"), simulation(trace=True) as reports:
         STAGE.module.two_buffers(a, b, torch.empty(case.m, case.n), source=path)
     for block in (0, 1):
-        asked = [tuple(span.details["coordinates"]) for span in reports[0].trace if span.kind == "load" and span.block[0] == block]
+        loads = [span for span in reports[0].trace if span.kind == "load" and span.block[0] == block]
+        asked = [tuple(span.details["coordinates"]) for span in loads]
         needed = [(k, row) for k in (0, DEPTH) for row in (0, COLUMNS * block)]
         if sorted(asked) != sorted(needed):
             fail(f"BLANK 3, {case}: CTA {block} asks for boxes at (k, row) = {asked}. It needs {needed}: for each block of k one "

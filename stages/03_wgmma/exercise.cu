@@ -14,6 +14,7 @@ constexpr int BlockM = 128;                // outputs of a CTA along m: 64, wgmm
 constexpr int BlockN = BLOCK_N;            // along n: wgmma's N, a multiple of 8 up to 256
 constexpr int BlockK = 128;                // bytes of k in a tile: one row of it is one span of the 128-byte swizzle
 constexpr int Stages = NUM_STAGES;         // slots of the ring
+static_assert(Stages >= 2, "with one slot, the block that everyone waits for is only asked for after the wait: a deadlock");
 typedef OUTPUT Output;                     // bf16, fp16 or float
 constexpr int Threads = 256;
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from hopperlab import reference
+from hopperlab.error_report import FEWEST_FOR_BLAME, blame, error_report
 from hopperlab.quantize import BLOCK, ScaledTensor, quantize
 
 # A NaN that arithmetic never makes (its payload is not the canonical one), so an element that still holds it was never
@@ -26,9 +27,8 @@ POISON = {
     torch.float16: (torch.int16, 0x7DA5),
 }
 GUARD_BYTES = 4096  # poisoned on both sides of an output, to notice writes outside it
-# A wrong row is blamed on one K block when a multiple of that block's partial product explains this share of its error.
-EXPLAINED = 0.9
-FEWEST_FOR_BLAME = 8  # wrong elements a row must have before a one-parameter fit means anything
+
+__all__ = ["Verdict", "compare", "digest", "error_report", "poisoned", "problem", "run"]
 
 
 @dataclass(frozen=True)
@@ -210,21 +210,5 @@ def _blame_k_block(value, exact, bad, a, b, m) -> int | None:
     columns = bad[m] & value[m].isfinite() & exact[m].isfinite()
     if a.k <= BLOCK or int(columns.sum()) < FEWEST_FOR_BLAME:
         return None
-    residual = (value[m] - exact[m])[columns]
-    x, y = a.dequantize(torch.float64)[m], b.dequantize(torch.float64)[columns]
-
-    def explained(product) -> float:
-        """Share of the residual that a multiple of ``product`` accounts for."""
-        norm = float(product @ product)
-        if not norm > 0:  # zero, or NaN
-            return 0.0
-        left = residual - float(residual @ product) / norm * product
-        return 1 - float(left @ left) / float(residual @ residual)
-
-    shares = []
-    for k_block in range(-(-a.k // BLOCK)):
-        part = slice(k_block * BLOCK, (k_block + 1) * BLOCK)
-        shares.append(explained(y[:, part] @ x[part]))
-    best = max(range(len(shares)), key=shares.__getitem__)
-    # When the whole product explains the error as well, it is no one block's: a wrong factor, say.
-    return best if shares[best] > max(EXPLAINED, explained(exact[m][columns])) else None
+    partials = reference.partial_products(a, b, slice(m, m + 1))
+    return blame((value[m] - exact[m])[columns], (partial[0][columns] for partial in partials))[1]

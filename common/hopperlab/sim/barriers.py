@@ -103,7 +103,7 @@ def _check_exited(fragment, barrier, instruction):
             " reaching it. An early return (a bounds check, say) or a branch keeps them away: let all threads reach the"
             " barrier and guard only the work."
         )
-    return sum(int(u.exited.sum()) for u in unit.cluster.units if u.cta == unit.cta)
+    return _gone(unit)
 
 
 @special("bar.sync", "bar.cta.sync", "barrier.sync", "barrier.cta.sync", batches=True)
@@ -156,8 +156,8 @@ def _sync(instruction, program):
 
 def _gone(unit):
     if unit.lane_base is not None:
-        return int(unit.exited.sum())
-    return sum(int(u.exited.sum()) for u in unit.cluster.units if u.cta == unit.cta)
+        return unit.gone
+    return sum(u.gone for u in unit.cluster.units if u.cta == unit.cta)
 
 
 @special("bar.arrive", "bar.cta.arrive", "barrier.arrive", "barrier.cta.arrive")
@@ -507,7 +507,7 @@ class ClusterBarrier:
         self.clock = self.released = None
 
     def total(self):
-        return sum(int((~u.exited).sum()) for u in self.cluster.units)
+        return sum(u.threads - u.gone for u in self.cluster.units)
 
     def describe(self):
         return f"the cluster barrier: {self.arrived} of {self.total()} threads have arrived"

@@ -17,6 +17,7 @@ from . import memory
 from .errors import Hazard
 
 _BARRIER_COLUMNS = 64
+_WRITTEN = 0xFFFFFFFFFFFFFFFF  # eight bytes that something has written
 
 
 @lru_cache(maxsize=64)
@@ -79,7 +80,7 @@ class Observer:
     def _warps(self, fragment, chosen=None):
         unit = fragment.unit
         if fragment.lanes is None and chosen is None:
-            return np.arange(unit.first_warp, unit.first_warp + (unit.threads + 31) // 32)
+            return unit.warps
         lanes = fragment.lane_indices()
         if chosen is not None:
             lanes = lanes[chosen]
@@ -192,8 +193,8 @@ class Observer:
         )
 
     def matrix_access(self, fragment, warps, rows, write, instruction):
-        """ldmatrix and stmatrix: 16-byte rows, (warps, 8) addresses."""
-        place = rows.reshape(-1)
+        """ldmatrix and stmatrix: 16-byte rows, (warps, matrices, 8) addresses."""
+        place, lane_warps = rows.reshape(-1), np.repeat(warps, rows[0].size)
         span = _RowSpan(fragment, warps)
         if write:
             self.written.write(place >> 4 << 1, 3)
@@ -203,19 +204,25 @@ class Observer:
             self.written.read(span, (place >> 4 << 1) + 1, 3, instruction)
         if self.machine.count_banks:
             entry = self.machine.bank_conflicts.setdefault(instruction, [0, 0])
-            for row in rows:
+            for row in rows.reshape(-1, 8):
                 banks = (np.unique(row)[:, None] // 4 + np.arange(4)).reshape(-1) % 32
                 entry[0] += 1
                 entry[1] += int(np.bincount(banks).max())
         self._generic(
             fragment.unit,
-            np.repeat(warps, rows.shape[1]),
+            lane_warps,
             place >> self.shift,
             16 >> self.shift,
             write,
             instruction,
             place,
         )
+        if write:  # warps that run this instruction together must not store into one another's rows
+            last = self.write_warp[place >> self.shift]
+            lost = last != fragment.unit.first_warp + lane_warps
+            if lost.any():
+                at = int(np.flatnonzero(lost)[0])
+                self._race(fragment.unit, at, lane_warps, place, instruction, True, "write", instruction, last[at])
 
     def _generic(self, unit, lane_warps, first, width, write, instruction, place):
         """Accesses of lanes to width granules from first; lane_warps counts within the unit."""
@@ -287,7 +294,7 @@ class Observer:
 
     def _name_warp(self, warp):
         for unit in self.cluster.units:
-            if unit.first_warp <= warp < unit.first_warp + (unit.threads + 31) // 32:
+            if warp in unit.warps:
                 return f"warp {warp - unit.first_warp + unit.first // 32} of block {self.cluster.cta_ids[unit.cta]}"
         return f"warp {warp}"
 
@@ -418,7 +425,7 @@ class Observer:
         self.accesses = kept + [access]
 
     def landed(self, chunks):
-        self.written.bytes.view(np.uint64).reshape(-1, 2)[chunks] = 0xFFFFFFFFFFFFFFFF
+        self.written.bytes.view(np.uint64).reshape(-1, 2)[chunks] = _WRITTEN
 
     def async_read(self, fragment, low, high, what, where, chunks=None, warps=None, box=None, low_chunk=0):
         """A copy or wgmma that reads [low, high) from now until read_done."""
@@ -433,46 +440,49 @@ class Observer:
                     "it. Wait on the full barrier of this slot first, with the parity of this round: it flips each "
                     "time the ring comes round."
                 )
-        where_read = np.arange(low >> 4, high >> 4) if chunks is None else chunks
-        pieces = self.written.bytes.view(np.uint64).reshape(-1, 2)[where_read]
-        if (pieces != 0xFFFFFFFFFFFFFFFF).any() and box is None:
-            raise Hazard(
-                f"{what} of {fragment.who()} at {where} reads {name(low)}, parts of which nothing has written yet. "
-                "Check the tile's address, its size, and the offsets of the descriptor."
-            )
-        per = 16 >> self.shift if self.shift < 4 else 1
-        if not self.stored_pages[low >> 10 : (high + 1023) >> 10].any():
-            cells = np.zeros(0, np.int64)
-        elif chunks is None:
-            cells = np.arange(low >> self.shift, -(-high // self.granule))
-        else:
-            cells = (np.asarray(chunks).reshape(-1, 1) * per + np.arange(per)).reshape(-1)
-        writers, steps = self.write_warp[cells], self.write_clock[cells]
-        if steps.any():
-            late = clock[writers] < steps
-            if late.any():
-                at = int(np.flatnonzero(late)[0])
+        words = self.written.bytes.view(np.uint64)
+        if box is None and not (words[low >> 3 : high >> 3] == _WRITTEN).all():
+            pieces = words.reshape(-1, 2)[np.arange(low >> 4, high >> 4) if chunks is None else chunks]
+            if (pieces != _WRITTEN).any():
                 raise Hazard(
-                    f"race on {name(int(cells[at]) << self.shift)}: {what} of {fragment.who()} at {where} reads it, and "
-                    f"no barrier orders that after the store at {self.machine.where(int(self.write_line[cells[at]]))} "
-                    f"by {self._name_warp(int(writers[at]))}. All writers must pass a barrier with the issuing thread "
-                    "first."
+                    f"{what} of {fragment.who()} at {where} reads {name(low)}, parts of which nothing has written yet. "
+                    "Check the tile's address, its size, and the offsets of the descriptor."
                 )
-            unseen = clock[self.fence_from + writers] < steps
-            if unseen.any():
-                at = int(np.flatnonzero(unseen)[0])
-                raise Hazard(
-                    f"{what} of {fragment.who()} at {where} reads {name(int(cells[at]) << self.shift)}, written by the "
-                    f"ordinary store at {self.machine.where(int(self.write_line[cells[at]]))} with no proxy fence in "
-                    "between: the asynchronous proxy may see stale bytes. Every writing thread must call "
-                    "fence_proxy_async_shared() before the barrier."
-                )
+        if self.stored_pages[low >> 10 : (high + 1023) >> 10].any():
+            if chunks is None:
+                cells = np.arange(low >> self.shift, -(-high // self.granule))
+            else:
+                per = 16 >> self.shift
+                cells = (chunks.reshape(-1, 1) * per + np.arange(per)).reshape(-1)
+            self._against_stores(fragment, cells, clock, what, where)
         access = _AsyncAccess(low, high, False, what, where)
         self.accesses.append(access)
         if box is not None and box.map.swizzle:
             pieces = box.chunks(low_chunk).reshape(box.rows, -1)
             self._check_stored_layout(fragment, pieces, box.map.swizzle, where, "the tensor map")
         return access
+
+    def _against_stores(self, fragment, cells, clock, what, where):
+        """An asynchronous read of cells that ordinary stores may have written: is it ordered after them, past a proxy fence?"""
+        writers, steps = self.write_warp[cells], self.write_clock[cells]
+        late = clock[writers] < steps
+        if late.any():
+            at = int(np.flatnonzero(late)[0])
+            raise Hazard(
+                f"race on {self.cluster.name_shared(int(cells[at]) << self.shift)}: {what} of {fragment.who()} at {where} "
+                f"reads it, and no barrier orders that after the store at {self.machine.where(int(self.write_line[cells[at]]))} "
+                f"by {self._name_warp(int(writers[at]))}. All writers must pass a barrier with the issuing thread "
+                "first."
+            )
+        unseen = clock[self.fence_from + writers] < steps
+        if unseen.any():
+            at = int(np.flatnonzero(unseen)[0])
+            raise Hazard(
+                f"{what} of {fragment.who()} at {where} reads {self.cluster.name_shared(int(cells[at]) << self.shift)}, "
+                f"written by the ordinary store at {self.machine.where(int(self.write_line[cells[at]]))} with no proxy fence in "
+                "between: the asynchronous proxy may see stale bytes. Every writing thread must call "
+                "fence_proxy_async_shared() before the barrier."
+            )
 
     def read_done(self, access, fragment):
         access.done = [(int(w), int(self.clock[w, w])) for w in self._warps(fragment)]
@@ -491,9 +501,8 @@ class Observer:
             whole = swizzle(start + rows // 8 * stride + rows % 8 * span + columns * 16, span) >> 4
             if whole.max() < self.store_event.size:
                 self._check_stored_layout(fragment, whole, span, where, f"the descriptor of operand {operand.label}")
-        places = ((chunks + fragment.unit.shared_base) >> 4).reshape(-1)
         what = f"wgmma (operand {operand.label})"
-        record = self.async_read(fragment, low, high, what, where, chunks=places, warps=warps)
+        record = self.async_read(fragment, low, high, what, where, chunks=chunks, warps=warps)
         for operation in state.open:  # the k-steps of one group read side by side: one record for all of them
             for earlier in operation.reads:
                 if earlier.what == what and abs(earlier.low - low) < 1024 and earlier.done is None:

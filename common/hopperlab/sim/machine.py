@@ -37,9 +37,9 @@ class Rendezvous(Wait):
     __slots__ = ()
 
     def __init__(self, unit, what):
-        exits = unit.exits
+        gone = unit.gone
         super().__init__(
-            lambda: unit.exits != exits, lambda: f"for the other threads at {what}: they have diverged from it"
+            lambda: unit.gone != gone, lambda: f"for the other threads at {what}: they have diverged from it"
         )
 
 
@@ -145,9 +145,10 @@ class Unit:
         zero = {kind: getattr(np, kind)(0) for kind in set(machine.program.storage)}
         registers = [zero[kind] for kind in machine.program.storage]
         self.fragments = [Fragment(self, 0, None, threads, registers)]
-        self.exited, self.exits = np.zeros(threads, bool), 0
+        self.exited, self.gone = np.zeros(threads, bool), 0  # gone: how many have exited
         self.first_warp = cluster.warps
         cluster.warps += -(-threads // 32)
+        self.warps = np.arange(self.first_warp, cluster.warps)  # their numbers in the cluster
         self.pending_registers = frozenset()  # still owned by asynchronous wgmma
         self.wgmma = None
         self.cluster_token = None
@@ -540,7 +541,7 @@ class Machine:
                 if lanes is not None:
                     self.split(fragment, lanes).pc = pc + 1
                 unit.exited[fragment.lane_indices()] = True
-                unit.exits += 1
+                unit.gone += fragment.n
                 if cluster.observer is not None:
                     cluster.observer.thread_exit(fragment)
                 unit.fragments.remove(fragment)

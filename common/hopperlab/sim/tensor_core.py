@@ -9,7 +9,7 @@ compared with an H200 bit by bit.
 
 import re
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import ml_dtypes
 import numpy as np
@@ -71,7 +71,7 @@ _RULES = {
 def _decode(codes, fmt):
     if fmt == "tf32":  # the low 13 bits of the float32 are ignored
         return _value_and_exponent((codes & U32(0xFFFFE000)).view(F32), -126)
-    return tuple(table[codes] for table in _TABLES[fmt])
+    return tuple(table.take(codes) for table in _TABLES[fmt])
 
 
 def accumulate(a_codes, b_codes, c, a_format, b_format, d_format="f32"):
@@ -81,12 +81,17 @@ def accumulate(a_codes, b_codes, c, a_format, b_format, d_format="f32"):
     """
     if d_format.startswith("s32"):
         return _accumulate_integers(a_codes, b_codes, c, a_format, b_format, d_format)
-    a, a_exponent = _decode(a_codes, a_format)
-    b, b_exponent = _decode(b_codes, b_format)
+    a, a_exponent = _decode(_k_first(a_codes), a_format)
+    b, b_exponent = _decode(_k_first(b_codes), b_format)
     rule = _RULES["f8" if a_format in ("e4m3", "e5m2") else "wide", d_format]
     if not (np.isfinite(a).all() and np.isfinite(b).all() and np.isfinite(c).all()):
         return _accumulate_special(a, b, c, a_exponent, b_exponent, rule)
     return _fused_sum(a, b, c, a_exponent, b_exponent, rule)
+
+
+def _k_first(codes):
+    """(..., rows, k) -> (k, ..., rows), so that every NumPy pass over products runs over long contiguous rows."""
+    return np.ascontiguousarray(codes.transpose(-1, *range(codes.ndim - 1)))
 
 
 def _accumulate_integers(a_codes, b_codes, c, a_format, b_format, d_format):
@@ -99,14 +104,13 @@ def _accumulate_integers(a_codes, b_codes, c, a_format, b_format, d_format):
 
 
 def _fused_sum(a, b, c, a_exponent, b_exponent, rule):
+    """The sum of c and all products: a and b, and their exponents, have k first."""
     fraction = rule.fraction
-    # k comes first, so that every NumPy pass runs over long contiguous rows.
-    a, b, a_exponent, b_exponent = (np.ascontiguousarray(np.moveaxis(x, -1, 0)) for x in (a, b, a_exponent, b_exponent))
-    exponent = (a_exponent[..., :, None] + b_exponent[..., None, :]).max(0).astype(np.int32)
+    exponent = np.maximum.reduce(a_exponent[..., :, None] + b_exponent[..., None, :], axis=0).astype(np.int32)
     if a_exponent.dtype == np.int8:
-        exponent[exponent < -44] = ZERO_EXPONENT  # all products are zero
+        np.putmask(exponent, exponent < -44, ZERO_EXPONENT)  # all products are zero
     c_exponent = np.maximum((c.view(np.int32) >> 23 & 255) - 127, rule.subnormal)
-    c_exponent[c == 0] = ZERO_EXPONENT
+    np.putmask(c_exponent, c == 0, ZERO_EXPONENT)
     exponent = np.maximum(np.maximum(exponent, c_exponent), rule.lowest)
     low, high = int(exponent.min()), int(exponent.max())
     # FP8 products have few bits: with F = 13, float32 holds every step exactly.
@@ -114,7 +118,7 @@ def _fused_sum(a, b, c, a_exponent, b_exponent, rule):
     scale = ((fraction - exponent + 127) << 23).view(F32) if kind is F32 else np.ldexp(kind(1), fraction - exponent)
     a, b = a.astype(kind, copy=False), b.astype(kind, copy=False)
     total = np.trunc(c.astype(kind, copy=False) * scale)
-    step = 8  # products of 8 k at a time stay in the cache
+    step = 16  # products of 16 k at a time stay in the cache
     products = np.empty((min(step, len(a)), *total.shape), kind)
     for k in range(0, len(a), step):
         np.einsum("k...i,k...j->k...ij", a[k : k + step], b[k : k + step], out=products[: len(a) - k])
@@ -150,6 +154,7 @@ def _accumulate_special(a, b, c, a_exponent, b_exponent, rule):
         for x, e in ((a, a_exponent), (b, b_exponent))
     ]
     result = _fused_sum(*clean, *exponents, rule)
+    a, b = np.moveaxis(a, 0, -1), np.moveaxis(b, 0, -1)
     with np.errstate(all="ignore"):
         # Any finite stand-in keeps the classes: inf, nan and the sign of infinities survive a float64 product.
         ieee = a.astype(np.float64) @ b.swapaxes(-1, -2).astype(np.float64) + c
@@ -169,16 +174,14 @@ def _infinities(a, b, c, sign):
 # ---- wgmma -----------------------------------------------------------------------------------------------------------
 
 _SWIZZLE_OF = {0: 0, 1: 128, 2: 64, 3: 32}
-_layouts, _tiles = {}, {}
 
 
+@cache
 def accumulator_layout(n):
     """(row, column) of register r of thread t of a 64 x n result: arrays (n / 2, 128). PTX ISA 9.7.15.5.2."""
-    if n not in _layouts:
-        r, t = np.arange(n // 2)[:, None], np.arange(128)[None]
-        row = t // 32 * 16 + t % 32 // 4 + 8 * (r // 2 % 2)
-        _layouts[n] = row, r // 4 * 8 + t % 4 * 2 + r % 2
-    return _layouts[n]
+    r, t = np.arange(n // 2)[:, None], np.arange(128)[None]
+    row = t // 32 * 16 + t % 32 // 4 + 8 * (r // 2 % 2)
+    return row, r // 4 * 8 + t % 4 * 2 + r % 2
 
 
 def a_fragment_layout(bits):
@@ -200,10 +203,6 @@ def tile_chunks(descriptor, rows, k_bytes, transposed=False):
 
     K-major: array (rows, k_bytes / 16).  Transposed (MN-major, 16-bit types): array (k, rows / 8), pieces run along rows.
     """
-    key = descriptor, rows, transposed
-    found = _tiles.get(key)
-    if found is not None:
-        return found
     start, leading, stride, base, span = decode_descriptor(descriptor)
     if transposed:
         k, m = np.arange(k_bytes // 2)[:, None], np.arange(rows // 8)[None]  # k counts elements, m 8-element pieces
@@ -221,11 +220,14 @@ def tile_chunks(descriptor, rows, k_bytes, transposed=False):
             address = start + r // 8 * stride + r % 8 * 16 + c * leading
     # The pattern is anchored to the address bits. The base offset is the phase at which the tile starts and is taken off
     # first: an H200 computes with the address minus base * 128 (ISA 9.7.15.5.1.2.2 defines base as bits 7 to 9 of it).
-    found = swizzle(address - (base << 7), span) + (base << 7) if span else address
-    if len(_tiles) > 4096:
-        _tiles.clear()
-    _tiles[key] = found
-    return found
+    return swizzle(address - (base << 7), span) + (base << 7) if span else address
+
+
+@lru_cache(maxsize=4096)
+def _placed_tile(descriptor, rows, k_bytes, transposed, shared_base):
+    """(first byte, end, 16-byte pieces) of a tile in the cluster's buffer, where the CTA's memory starts at shared_base."""
+    address = tile_chunks(descriptor, rows, k_bytes, transposed) + shared_base
+    return int(address.min()), int(address.max()) + 16, address >> 4
 
 
 class WgmmaState:
@@ -273,8 +275,7 @@ class _Operand:
                 for e in range(elements.shape[1]):
                     codes[row[register], first[register] + e] = elements[:, e]
         else:
-            chunks = tile_chunks(value, self.rows, self.k * self.bits // 8, self.transposed)
-            data = unit.cluster.shared_view(CHUNK)[(chunks + unit.shared_base) >> 4]
+            data = unit.cluster.shared_view(CHUNK)[self.tile(unit, value)[2]]
             if self.transposed:
                 codes = data.view(U16).reshape(self.k, self.rows).T
             else:
@@ -283,9 +284,8 @@ class _Operand:
             codes = codes ^ codes.dtype.type(1 << (self.bits - 1))
         return codes
 
-    def bounds(self, unit, value):
-        chunks = tile_chunks(value, self.rows, self.k * self.bits // 8, self.transposed)
-        return int(chunks.min()) + unit.shared_base, int(chunks.max()) + 16 + unit.shared_base, chunks
+    def tile(self, unit, descriptor):
+        return _placed_tile(descriptor, self.rows, self.k * self.bits // 8, self.transposed, unit.shared_base)
 
 
 @special("wgmma.mma_async", updates=(0,))
@@ -345,7 +345,7 @@ def _wgmma(instruction, program):
         operation.reads = []
         for operand, value in (operation.a, operation.b):
             if operand.registers is None:
-                low, high, chunks = operand.bounds(unit, value)
+                low, high, chunks = operand.tile(unit, value)
                 if (
                     low - unit.shared_base < unit.cluster.shared_base
                     or high - unit.shared_base > unit.cluster.shared_end
@@ -413,7 +413,9 @@ def _perform(machine, fragment, operations):
 
 def _get(fragment, operation):
     """The accumulator's registers as a (64, n) matrix. Registers of float16 hold two neighbours of a row."""
-    words = np.stack([np.broadcast_to(fragment.R[i], (128,)).view(U32) for i in operation.results])
+    words = np.empty((len(operation.results), 128), U32)
+    for row, i in zip(words, operation.results):
+        row[...] = fragment.R[i].view(U32)
     if operation.d == "f16":
         values = np.stack([words.astype(U16), (words >> U32(16)).astype(U16)], 1).view(np.float16).reshape(-1, 128).astype(F32)
     else:
@@ -686,8 +688,8 @@ def _store_matrix(instruction, program):
             if transposed:
                 matrix = matrix.transpose(0, 2, 1)
             cluster.shared_view(CHUNK)[rows[:, i] >> 4] = np.ascontiguousarray(matrix).view(CHUNK)[..., 0]
-            if cluster.observer is not None:
-                cluster.observer.matrix_access(fragment, warps, rows[:, i], True, index)
+        if cluster.observer is not None:
+            cluster.observer.matrix_access(fragment, warps, rows, True, index)
 
     return execute
 
@@ -704,9 +706,9 @@ def _load_matrix(instruction, program):
             return Rendezvous(fragment.unit, where)
         cluster = fragment.unit.cluster
         warps, rows = _matrix_rows(fragment, machine, address(fragment), count, where)
+        if cluster.observer is not None:
+            cluster.observer.matrix_access(fragment, warps, rows, False, index)
         for i, write in enumerate(writes):
-            if cluster.observer is not None:
-                cluster.observer.matrix_access(fragment, warps, rows[:, i], False, index)
             matrix = cluster.shared_view(CHUNK)[rows[:, i] >> 4].view(U16).reshape(len(warps), 8, 8)
             if transposed:
                 matrix = matrix.transpose(0, 2, 1)

@@ -1,0 +1,112 @@
+"""Quantisation by kernels: the same bits as hopperlab.quantize.quantize, reading the input once.
+
+    quantize(x, "1x128", m_major=True)      # CUDA tensors: quantize.cu on the GPU; CPU tensors: the same on the simulator
+
+Only the recipe "tensor" must read twice: its scale is known when everything was seen.
+"""
+
+import functools
+import math
+from pathlib import Path
+
+import torch
+
+from hopperlab.formats import CASTABLE, Format, format_of
+from hopperlab.kernel import Kernel
+from hopperlab.quantize import BLOCK, MAX_MARGIN, ScaledTensor, scale_shape
+
+FOLDER = Path(__file__).resolve().parent
+INPUT_TYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}  # as quantize.cu calls them
+LOAD_BYTES = 16  # of a load where addresses allow it, and what a thread holds side by side
+ROWS = 8  # of a CTA of blocks_1x128; vectors per thread of the tensor kernels
+THREADS_1X128, THREADS_ROW, THREADS_TENSOR = 128, 256, 256
+MOST_HELD = 8  # vectors of a row that a thread keeps in registers
+
+
+@functools.cache
+def kernel(entry: str, input_type: str, format_name: str, load_bytes: int, m_major: bool = False, held: int = 1) -> Kernel:
+    """The kernel for one kind of input. Rows, K, margin and power_of_two are arguments: they compile nothing."""
+    constants = {"INPUT": input_type, "FORMAT": format_name, "LOAD_BYTES": load_bytes, "M_MAJOR": m_major, "HELD": held}
+    return Kernel(FOLDER / "quantize.cu", entry, constants)
+
+
+def check_arguments(x: torch.Tensor, recipe: str, margin: int, m_major: bool) -> None:
+    """Refuse what no quantisation kernel takes, naming the argument. Raises TypeError or ValueError."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x is a {type(x).__name__}; it must be a torch.Tensor")
+    if x.dtype not in CASTABLE:
+        raise TypeError(f"x has dtype {x.dtype}; allowed are bfloat16, float16 and float32: call x.float() first")
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}; it must have two dimensions, (rows, K): reshape leading dimensions into rows")
+    if isinstance(margin, bool) or not isinstance(margin, int) or not 0 <= margin <= MAX_MARGIN:
+        raise ValueError(f"margin is {margin!r}; it must be an integer from 0 to {MAX_MARGIN} (powers of two)")
+    if m_major and recipe != "1x128":
+        raise ValueError(f"m_major is True with recipe {recipe!r}; only '1x128' has a scale for each row and K block to transpose")
+
+
+def row_pitch(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """x with its elements side by side along K, copied only if they are not, and the step from row to row in elements."""
+    x = x.detach()
+    if x.shape[1] > 1 and x.stride(1) != 1:
+        x = x.contiguous()
+    return x, x.stride(0)
+
+
+def load_width(x: torch.Tensor, *steps: int) -> int:
+    """Bytes of the widest load that stays aligned from x's address on, when rows start and end at multiples of ``steps`` elements."""
+    width = math.gcd(LOAD_BYTES, x.data_ptr(), *(step * x.element_size() for step in steps))
+    if width < x.element_size():
+        raise ValueError(f"x starts at the address {x.data_ptr():#x}, which is no multiple of its {x.element_size()}-byte elements; "
+                         "pass x.clone()")  # fmt: skip
+    return width
+
+
+def quantize(x: torch.Tensor, recipe: str, format: Format | str = "e4m3", power_of_two: bool = False, margin: int = 0,
+             m_major: bool = False) -> ScaledTensor | tuple[ScaledTensor, torch.Tensor]:  # fmt: skip
+    """Quantise x, (rows, K), bfloat16, float16 or float32. Arguments, errors and every bit as hopperlab.quantize.quantize.
+
+    m_major  only "1x128": also return the scales as (K blocks, rows padded to 4), what scale_to_m_major would make of them.
+
+    Rows may lie apart (a slice of columns); elements of a row may not, or a copy is made. Asynchronous on a GPU.
+    """
+    fmt = format_of(format)
+    check_arguments(x, recipe, margin, m_major)
+    rows, k = x.shape
+    data = torch.empty(rows, k, dtype=fmt.dtype, device=x.device)
+    scale = torch.empty(scale_shape(recipe, rows, k), dtype=torch.float32, device=x.device)
+    transposed = torch.empty(-(-k // BLOCK), -(-rows // 4) * 4, dtype=torch.float32, device=x.device) if m_major else scale
+    if x.numel() == 0:
+        scale.fill_(1)
+    else:
+        _launch(x, recipe, fmt, fmt.max * 2.0**-margin, power_of_two, data, scale, transposed, m_major)
+    scaled = ScaledTensor(data, scale, recipe)
+    return (scaled, transposed) if m_major else scaled
+
+
+def _launch(x, recipe, fmt, largest, power_of_two, data, scale, transposed, m_major):
+    rows, k = x.shape
+    input_type, vector = INPUT_TYPE[x.dtype], LOAD_BYTES // x.element_size()
+    lanes = BLOCK // vector
+    if recipe == "tensor":
+        x = x.detach().contiguous()
+        width, ctas = load_width(x, x.numel()), -(-x.numel() // (THREADS_TENSOR * vector * ROWS))
+        amax = torch.zeros(1, dtype=torch.float32, device=x.device)
+        kernel("tensor_amax", input_type, fmt.name, width)[ctas, THREADS_TENSOR](x, amax, x.numel())
+        cast = kernel("tensor_cast", input_type, fmt.name, width)
+        cast[ctas, THREADS_TENSOR](x, data, amax, scale, x.numel(), largest, power_of_two)
+        return
+    x, pitch = row_pitch(x)
+    width = load_width(x, pitch if rows > 1 else 0, k)
+    if recipe == "row":
+        held = 1
+        while held < MOST_HELD and THREADS_ROW * vector * held < k:
+            held *= 2
+        run = kernel("whole_rows", input_type, fmt.name, width, held=held)
+        run[rows, THREADS_ROW](x, data, scale, k, pitch, largest, power_of_two)
+    elif recipe == "128x128":
+        run = kernel("blocks_128x128", input_type, fmt.name, width)
+        run[scale.numel(), lanes * BLOCK // ROWS](x, data, scale, rows, k, pitch, largest, power_of_two)
+    else:
+        columns = -(-scale.shape[1] // (THREADS_1X128 // lanes))
+        run = kernel("blocks_1x128", input_type, fmt.name, width, m_major)
+        run[-(-rows // ROWS) * columns, THREADS_1X128](x, data, scale, transposed, rows, k, pitch, largest, power_of_two)

@@ -1,0 +1,247 @@
+"""The quantisation kernels give the bits of hopperlab.quantize.quantize: on the simulator here, on the GPU where there is one."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from hopperlab import capability, stage
+from hopperlab import quantize as reference
+from hopperlab.kernel import simulation
+from hopperlab.sim.arithmetic import fma_f32
+
+FOLDER = stage.root() / "stages" / "05_block_scaled"
+cuda = stage.load_module(FOLDER / "quantize_kernels.py", "quantize_kernels")
+IMPLEMENTATIONS = {"cuda": cuda.quantize}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def hard(rows: int, k: int, dtype: torch.dtype, device="cpu", seed=0) -> torch.Tensor:
+    """Random normal, and among its rows every kind that needs care: one kind per row, repeated every 16 rows."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, k, generator=generator)
+    info = torch.finfo(dtype)
+    steps = torch.arange(k).float()
+    kinds = [
+        lambda row: row * 0,
+        lambda row: row * -0.0,
+        lambda row: row * info.smallest_normal,
+        lambda row: (row * 100 * info.smallest_normal * info.eps).to(dtype).float(),  # subnormal
+        lambda row: row.clamp(-1, 1) * info.max,
+        lambda row: torch.where(steps % 50 == 7, torch.nan, row),
+        lambda row: torch.where(steps % 60 == 5, torch.inf, row),
+        lambda row: torch.where(steps % 60 == 5, -torch.inf, row * info.max / 8),
+        lambda row: torch.full_like(row, torch.nan),
+        lambda row: torch.full_like(row, -torch.inf),
+        lambda row: (steps % 128 - 64) * 7,  # amax 448: quotients are whole numbers, many of them midpoints
+        lambda row: torch.where(steps % 128 == 0, 448.0, 2.0**-10 * (steps % 64 - 32)),  # midpoints of subnormals
+        lambda row: row * 10.0 ** torch.linspace(-4, 4, k),
+    ]
+    for i in range(1, rows):
+        if i % 16 < len(kinds):
+            x[i] = kinds[i % 16](x[i])
+    return x.to(dtype).to(device)
+
+
+def assert_equal_bits(implementation, x, recipe, format="e4m3", **options):
+    want = reference.quantize(x, recipe, format, **options)
+    got = IMPLEMENTATIONS[implementation](x, recipe, format, **options)
+    assert got.recipe == recipe and got.data.dtype == want.data.dtype
+    assert torch.equal(got.scale.view(torch.int32), want.scale.view(torch.int32)), "scales differ"
+    different = got.data.view(torch.uint8) != want.data.view(torch.uint8)
+    if different.any():
+        m, k = different.nonzero()[0].tolist()
+        pytest.fail(f"{int(different.sum())} of {x.numel()} differ; the first, x[{m}][{k}] = {float(x[m, k])!r}, "
+                    f"became {float(got.data[m, k])} and not {float(want.data[m, k])}")  # fmt: skip
+
+
+each = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+@each
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("recipe", reference.RECIPES)
+def test_bits_of_every_kind_of_row(implementation, dtype, format, recipe, device):
+    x = hard(150, 264, dtype, device)
+    if recipe in ("tensor", "128x128"):  # one huge row would hide the others
+        x = x[:16] if recipe == "tensor" else x
+        x[4:5], x[7:8] = 1, 2
+    assert_equal_bits(implementation, x, recipe, format)
+
+
+@each
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("margin", [0, 3, 7])
+@pytest.mark.parametrize("recipe", reference.RECIPES)
+def test_bits_with_margin_and_power_of_two_scales(implementation, recipe, margin, power_of_two, device):
+    x = hard(16, 136, torch.float32, device, seed=1)
+    assert_equal_bits(implementation, x, recipe, margin=margin, power_of_two=power_of_two)
+
+
+@each
+@pytest.mark.parametrize("kind", ["zeros", "smallest", "largest", "NaN", "infinite"])
+@pytest.mark.parametrize("recipe", ["tensor", "128x128"])
+def test_bits_of_whole_blocks(implementation, recipe, kind, device):
+    value = {"zeros": 0.0, "smallest": 2.0**-149, "largest": torch.finfo(torch.float32).max, "NaN": torch.nan, "infinite": torch.inf}
+    x = torch.full((3, 130), value[kind], device=device)
+    assert_equal_bits(implementation, x, recipe, power_of_two=kind == "smallest", margin=7)
+
+
+@each
+@pytest.mark.parametrize("k", [1, 2, 127, 128, 129, 130, 132, 136])
+@pytest.mark.parametrize("recipe", reference.RECIPES)
+def test_any_k(implementation, recipe, k, device):
+    """Loads of 2, 4, 8 and 16 bytes; rows below, at and beyond a block."""
+    assert_equal_bits(implementation, hard(13, k, torch.bfloat16, device, seed=k), recipe)
+
+
+@each
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("recipe", reference.RECIPES)
+def test_misaligned_and_strided_inputs(implementation, recipe, dtype, device):
+    buffer = hard(20, 300, dtype, device, seed=2)
+    views = {
+        "starts off 16 bytes": buffer.flatten()[1 : 1 + 9 * 256].view(9, 256),
+        "a slice of columns": buffer[:, 3:139],
+        "rows far apart": buffer[::2, :264],
+        "one row repeated": buffer[1:2, :256].expand(5, 256),
+        "transposed": buffer[:9, :].t(),
+    }
+    for x in views.values():
+        assert_equal_bits(implementation, x, recipe)
+
+
+@each
+@pytest.mark.parametrize("shape", [(1, 128), (3, 500), (8, 1024), (13, 1300), (37, 264)])
+def test_m_major_scales_as_tma_wants_them(implementation, shape, device):
+    x = hard(*shape, torch.bfloat16, device, seed=3)
+    want = reference.quantize(x, "1x128")
+    poison = torch.full((1 << 16,), torch.nan, device=device)  # what a fresh allocation may hold
+    del poison
+    got, m_major = IMPLEMENTATIONS[implementation](x, "1x128", m_major=True)
+    assert torch.equal(got.data.view(torch.uint8), want.data.view(torch.uint8)) and torch.equal(got.scale, want.scale)
+    assert torch.equal(m_major, reference.scale_to_m_major(want.scale)) and m_major.is_contiguous()
+
+
+@each
+@pytest.mark.parametrize("k", [4096, 16384, 16392, 40001])
+def test_long_rows(implementation, k, device):
+    """Rows that just fit into registers, and those that must be read twice."""
+    assert_equal_bits(implementation, hard(4, k, torch.bfloat16, device, seed=4), "row")
+
+
+@each
+@pytest.mark.parametrize("shape", [(0, 128), (5, 0), (0, 0)])
+@pytest.mark.parametrize("recipe", reference.RECIPES)
+def test_empty(implementation, recipe, shape, device):
+    assert_equal_bits(implementation, torch.empty(shape, dtype=torch.bfloat16, device=device), recipe)
+
+
+@each
+def test_refuses_what_it_cannot_take(implementation):
+    quantize, x = IMPLEMENTATIONS[implementation], torch.zeros(2, 128)
+    with pytest.raises(TypeError, match="x is a list"):
+        quantize([[1.0]], "row")
+    with pytest.raises(TypeError, match="x has dtype torch.float64"):
+        quantize(x.double(), "row")
+    with pytest.raises(ValueError, match=r"x has shape \(128,\)"):
+        quantize(x[0], "row")
+    with pytest.raises(ValueError, match="recipe is 'column'"):
+        quantize(x, "column")
+    with pytest.raises(ValueError, match="format is 'e3m4'"):
+        quantize(x, "row", "e3m4")
+    with pytest.raises(ValueError, match="margin is 8"):
+        quantize(x, "row", margin=8)
+    with pytest.raises(ValueError, match="m_major is True with recipe 'row'"):
+        quantize(x, "row", m_major=True)
+
+
+@pytest.mark.skipif(not capability.has_hopper(), reason=capability.hopper().sentence())
+@each
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("recipe", reference.RECIPES)
+def test_bits_of_full_size_on_the_gpu(implementation, recipe, dtype, device):
+    for shape in ((4096, 7168), (8200, 2056), (129, 7169)):
+        assert_equal_bits(implementation, hard(*shape, dtype, device, seed=5), recipe)
+
+
+@pytest.mark.skipif(capability.has_hopper(), reason="the simulator's check runs where kernels run on the simulator")
+@pytest.mark.parametrize("recipe", reference.RECIPES)
+def test_the_simulator_reports_no_hazard_in_any_order(recipe):
+    x = hard(130, 392, torch.bfloat16, seed=6)
+    for options in ({"order": "lazy"}, {"order": "eager"}, {"seed": 1}, {"seed": 2}):
+        with simulation(**options) as reports:
+            assert_equal_bits("cuda", x, recipe)
+        assert len(reports) == (2 if recipe == "tensor" else 1)
+
+
+@pytest.mark.parametrize("input_type", cuda.INPUT_TYPE.values())
+@pytest.mark.parametrize("load_bytes", [16, 4])
+def test_compiles_without_spills_or_local_memory(input_type, load_bytes):
+    assert cuda.kernel("whole_rows", input_type, "e4m3", load_bytes, held=cuda.MOST_HELD).compiled.problems == []
+
+
+# ---- the division of quantize_vector --------------------------------------------------------------------------------
+
+
+def corrected_quotient(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """What the kernel computes for x / scale, in float32."""
+    reciprocal = np.float32(1) / scale
+    quotient = x * reciprocal
+    return fma_f32(-fma_f32(quotient, scale, -x), reciprocal, quotient)
+
+
+def test_the_division_never_crosses_a_midpoint_of_fp8():
+    """The corrected quotient lies on the same side of every FP8 midpoint as the IEEE quotient, or on it as that does.
+
+    With r = (1/s)(1 + d1), the product q = x·r(1 + d2) and the remainder (q·s - x)(1 + d3), |d| <= 2^-24, the last fma rounds
+    A = x/s + (x/s - q)(d1 + d3 + d1·d3), so |A - x/s| <= 2^-46·(x/s), all but exactly. A midpoint t has 5 significant bits. The two
+    quotients differ with respect to t only if a boundary M at which FP32 rounding changes to or from t lies between A and
+    x/s. In units where s and x are integers S and X of 24 bits and t = τ·2^19, 16 <= τ < 32: M = t ± 1/2, and
+    |X·2^j - S·M| <= 2^-46·S·t, that is X·2^(j+1) = S·(τ·2^20 ± 1) + N with |N| <= 8 and j >= 23. Modulo 2^20 this says that
+    S is within 8 of a multiple of 2^20. (Below τ = 16 M is t - 1/4, and no S is left.) X is then τ·S, aligned, or next to it.
+    """
+    scales = [base + near for base in range(1 << 23, (1 << 24) + 1, 1 << 20) for near in range(-16, 17)]
+    pairs = []
+    for s in (s for s in scales if 1 << 23 <= s < 1 << 24):
+        for tau in range(16, 32):
+            x = s * tau / 2 ** (4 if s * tau < 1 << 28 else 5)
+            pairs += [(int(x) + near, s, tau) for near in range(-2, 4)]
+    x, s, tau = (np.array(column) for column in zip(*pairs))
+    x, s, t = x.astype(np.float32), s.astype(np.float32), tau / 16.0
+    t = np.where(x / s < 0.75 * t, t / 2, t)  # x / s is in the binade of t or in the one below
+    assert np.abs(x / s / t - 1).max() < 1e-6
+    ieee, ours = x / s, corrected_quotient(x, s)
+    assert (np.sign(ieee - t) == np.sign(ours - t)).all()
+    assert (ieee == t).any() and (ieee > t).any() and (ieee < t).any()
+    plain = x * (np.float32(1) / s)
+    assert (np.sign(ieee - t) != np.sign(plain - t)).any(), "without the correction some of these are wrong"
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+def test_the_division_for_every_pair_of_bf16(format):
+    """Every significand of amax with every significand of x, over all exponents that matter."""
+    largest = reference.format_of(format).max
+    amax, significand = np.meshgrid(np.arange(128, 256, dtype=np.float32), np.arange(128, 256, dtype=np.float32))
+    scale = amax / np.float32(largest)
+    for exponent in range(28 if format == "e4m3" else 42):
+        x = significand * np.float32(2.0**-exponent)
+        wanted, got = (reference.cast_saturating(torch.from_numpy(q), format).view(torch.uint8)
+                       for q in (x / scale, corrected_quotient(x, scale)))  # fmt: skip
+        assert torch.equal(wanted, got)
+
+
+def test_the_model_of_the_division_agrees_with_exact_arithmetic():
+    """A thousand random pairs against rational numbers: the fma used above rounds once."""
+    generator = np.random.default_rng(0)
+    x, s = (generator.uniform(1, 2, 1000).astype(np.float32) for _ in range(2))
+    r = np.float32(1) / s
+    q = x * r
+    for i, ours in enumerate(corrected_quotient(x, s)):
+        exact = Fraction(float(q[i])) * Fraction(float(s[i])) - Fraction(float(x[i]))
+        remainder = np.float32(float(exact))
+        last = Fraction(float(q[i])) - Fraction(float(remainder)) * Fraction(float(r[i]))
+        below, above = np.nextafter(ours, np.float32(0)), np.nextafter(ours, np.float32(9))
+        assert abs(last - Fraction(float(ours))) <= min(abs(last - Fraction(float(below))), abs(last - Fraction(float(above))))

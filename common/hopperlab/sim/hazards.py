@@ -60,13 +60,15 @@ class Observer:
         # Columns: steps of every warp | phases of mbarriers | steps covered by a proxy fence.
         self.fence_from = warps + _BARRIER_COLUMNS * len(cluster.cta_ids)
         self.clock = np.zeros((warps, self.fence_from + warps), np.int64)
-        self.clock[np.arange(warps), np.arange(warps)] = 1
+        self.steps = np.einsum("ii->i", self.clock[:, :warps])  # a view: what each warp knows of itself
+        self.steps[:] = 1
         count = cluster.shared.size >> self.shift
         self.write_warp = np.zeros(count, np.int16)
         self.write_clock = np.zeros(count, np.int32)
         self.write_line = np.full(count, -1, np.int32)
         self.stored_pages = np.zeros((cluster.shared.size >> 10) + 1, bool)  # 1 KB pages with tracked ordinary stores
         self.read_clock = None  # (warps, count), made when something reads
+        self.read_pages = np.zeros_like(self.stored_pages)  # those with tracked ordinary reads
         self.read_line = np.full(count, -1, np.int32)
         self.store_event = np.zeros(cluster.shared.size >> 4, np.int32)  # which store wrote a 16-byte piece last
         self.events = [None]
@@ -93,7 +95,7 @@ class Observer:
         warps = self._warps(fragment, chosen)
         known = self.clock[warps[0]] if len(warps) == 1 else self.clock[warps].max(0)
         barrier.clock = known.copy() if barrier.clock is None else np.maximum(barrier.clock, known)
-        self.clock[warps, warps] += 1
+        self.steps[warps] += 1
 
     def barrier_complete(self, barrier):
         barrier.released, barrier.clock = barrier.clock, None
@@ -114,7 +116,7 @@ class Observer:
         warps = self._warps(fragment)
         n = self.warps
         self.clock[warps, self.fence_from :] = np.maximum(self.clock[warps, self.fence_from :], self.clock[warps, :n])
-        self.clock[warps, warps] += 1
+        self.steps[warps] += 1
 
     # ---- mbarriers --------------------------------------------------------------------------------------------------
 
@@ -229,7 +231,7 @@ class Observer:
         warps = unit.first_warp + lane_warps
         cells = first if width == 1 else (first[:, None] + np.arange(width)).reshape(-1)
         who = warps if width == 1 else np.repeat(warps, width)
-        stamps = self.clock[who, who]
+        stamps = self.steps[who]
         before = self.write_warp[cells]
         unknown = self.clock[who, before] < self.write_clock[cells]
         if unknown.any():
@@ -252,7 +254,7 @@ class Observer:
         ):
             self._remote_access(unit, warps, place, instruction)
         if write:
-            if self.read_clock is not None:
+            if self.read_pages[low >> 10 : (high + 1023) >> 10].any():
                 reads = self.read_clock[:, cells]
                 late = reads > self.clock[who, : self.warps].T
                 if late.any():
@@ -278,6 +280,7 @@ class Observer:
             if self.read_clock is None:
                 self.read_clock = np.zeros((self.warps, self.write_warp.size), np.int32)
             self.read_clock[who, cells] = stamps
+            self.read_pages[place >> 10] = True
             self.read_line[cells] = instruction
 
     def _race(self, unit, lane, lane_warps, place, instruction, write, other, line, warp):
@@ -404,7 +407,7 @@ class Observer:
             self.write_clock[cells] = 0
             self.store_event[low >> 4 : -(-high // 16)] = 0
         self.stored_pages[(low + 1023) >> 10 : high >> 10] = False
-        if self.read_clock is not None:
+        if self.read_pages[low >> 10 : (high + 1023) >> 10].any():
             late = self.read_clock[:, cells] > clock[: self.warps, None]
             if late.any():
                 reader, at = (int(x[0]) for x in np.nonzero(late))
@@ -414,6 +417,7 @@ class Observer:
                     "slot only after its last read, and let the producer wait for that."
                 )
             self.read_clock[:, cells] = 0
+            self.read_pages[(low + 1023) >> 10 : high >> 10] = False
         access = _AsyncAccess(low, high, True, "the TMA load", where)
         access.barrier, access.phase, access.box, access.owner, access.combines = (
             barrier,
@@ -485,7 +489,8 @@ class Observer:
             )
 
     def read_done(self, access, fragment):
-        access.done = [(int(w), int(self.clock[w, w])) for w in self._warps(fragment)]
+        warps = self._warps(fragment)
+        access.done = list(zip(warps.tolist(), self.steps[warps].tolist()))
 
     def wgmma_read(self, fragment, operand, descriptor, chunks, low, high, where, state):
         """An operand tile of a wgmma.  Reads of one group that overlap share a record."""

@@ -13,7 +13,9 @@ from hopperlab.sim.arithmetic import fma_f32
 
 FOLDER = stage.root() / "stages" / "05_block_scaled"
 cuda = stage.load_module(FOLDER / "quantize_kernels.py", "quantize_kernels")
-IMPLEMENTATIONS = {"cuda": cuda.quantize}
+capability.use_triton_interpreter_without_gpu()
+triton = stage.load_module(FOLDER / "quantize_triton.py", "quantize_triton")
+IMPLEMENTATIONS = {"cuda": cuda.quantize, "triton": triton.quantize}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -84,8 +86,9 @@ def test_bits_with_margin_and_power_of_two_scales(implementation, recipe, margin
 @pytest.mark.parametrize("kind", ["zeros", "smallest", "largest", "NaN", "infinite"])
 @pytest.mark.parametrize("recipe", ["tensor", "128x128"])
 def test_bits_of_whole_blocks(implementation, recipe, kind, device):
-    value = {"zeros": 0.0, "smallest": 2.0**-149, "largest": torch.finfo(torch.float32).max, "NaN": torch.nan, "infinite": torch.inf}
-    x = torch.full((3, 130), value[kind], device=device)
+    largest = torch.finfo(torch.float32).max
+    values = {"zeros": 0.0, "smallest": 2.0**-149, "largest": largest, "NaN": torch.nan, "infinite": torch.inf}
+    x = torch.full((3, 130), values[kind], device=device)
     assert_equal_bits(implementation, x, recipe, power_of_two=kind == "smallest", margin=7)
 
 

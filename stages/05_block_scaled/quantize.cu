@@ -6,9 +6,9 @@
 //
 //   X is (rows, K), K innermost, row_stride elements from row to row.   Q is (rows, K) FP8, without gaps.
 //
-// These kernels live on memory bandwidth: 2 bytes in and 1 out per element of bf16. An SM must finish about 6 elements a cycle to
-// keep up, 20 instructions of a lane for each. So: every byte is read once, 16 bytes a load, eight loads in flight per thread; and
-// the division by the scale, about 10 instructions, is made of 3.
+// These kernels live on memory bandwidth: 2 bytes in and 1 out per element of bf16. To keep up, an SM must finish about 6 elements a
+// cycle, each in about 20 instructions. So: every byte is read once, 16 bytes a load, eight loads in flight per thread; and the
+// division by the scale, about 10 instructions, is made of 3.
 
 #include "hopper.cuh"
 
@@ -113,11 +113,12 @@ __device__ __forceinline__ Divisor divisor_of(float scale) {
 // x / scale -> FP8, elements k to k + Vector - 1 of row q.
 //
 // The quotient is needed only as exactly as its rounding to FP8 can tell. A product with the reciprocal, corrected once by its
-// remainder, is within 2^-46 of x / scale in relative terms. Rounded to FP32 it may still differ from the IEEE quotient, but never
+// remainder, is within 2^-46 of x / scale in relative terms. Rounded to FP32 it may still differ from the IEEE quotient, but not
 // across a midpoint of two FP8 values: those have at most 5 significant bits, which leaves so few scales and x that could be
 // that close that all of them can be tried. tests/test_quantize_kernels.py has the argument and tries them.
 // The signs are chosen so that -0 stays -0, and an infinity minus itself becomes the NaN it has to be.
-__device__ __forceinline__ void quantize_vector(const u32 (&raw)[4], const Divisor& by, u8* __restrict__ q, long long k, long long K) {
+__device__ __forceinline__ void quantize_vector(const u32 (&raw)[4], const Divisor& by, u8* __restrict__ q, long long k,
+                                                long long K) {
   float x[Vector];
 #pragma unroll
   for (int i = 0; i < Vector; ++i) x[i] = element(raw, i, Input());

@@ -37,11 +37,12 @@ def check_arguments(x: torch.Tensor, recipe: str, margin: int, m_major: bool) ->
     if x.dtype not in CASTABLE:
         raise TypeError(f"x has dtype {x.dtype}; allowed are bfloat16, float16 and float32: call x.float() first")
     if x.dim() != 2:
-        raise ValueError(f"x has shape {tuple(x.shape)}; it must have two dimensions, (rows, K): reshape leading dimensions into rows")
+        raise ValueError(f"x has shape {tuple(x.shape)}; it must have two dimensions, (rows, K): "
+                         "reshape leading dimensions into rows")  # fmt: skip
     if isinstance(margin, bool) or not isinstance(margin, int) or not 0 <= margin <= MAX_MARGIN:
         raise ValueError(f"margin is {margin!r}; it must be an integer from 0 to {MAX_MARGIN} (powers of two)")
     if m_major and recipe != "1x128":
-        raise ValueError(f"m_major is True with recipe {recipe!r}; only '1x128' has a scale for each row and K block to transpose")
+        raise ValueError(f"m_major is True with recipe {recipe!r}; only '1x128' has scales to lay out M-major")
 
 
 def row_pitch(x: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -53,12 +54,16 @@ def row_pitch(x: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def load_width(x: torch.Tensor, *steps: int) -> int:
-    """Bytes of the widest load that stays aligned from x's address on, when rows start and end at multiples of ``steps`` elements."""
+    """Bytes of the widest load that is aligned everywhere: rows start and end at multiples of ``steps`` elements."""
     width = math.gcd(LOAD_BYTES, x.data_ptr(), *(step * x.element_size() for step in steps))
     if width < x.element_size():
-        raise ValueError(f"x starts at the address {x.data_ptr():#x}, which is no multiple of its {x.element_size()}-byte elements; "
-                         "pass x.clone()")  # fmt: skip
+        raise ValueError(f"x starts at address {x.data_ptr():#x}, no multiple of its {x.element_size()}-byte elements: pass x.clone()")
     return width
+
+
+def empty_m_major(x: torch.Tensor) -> torch.Tensor:
+    """Room for the 1x128 scales of x as TMA wants them: (K blocks, rows padded to 4), float32."""
+    return torch.empty(-(-x.shape[1] // BLOCK), -(-x.shape[0] // 4) * 4, dtype=torch.float32, device=x.device)
 
 
 def quantize(x: torch.Tensor, recipe: str, format: Format | str = "e4m3", power_of_two: bool = False, margin: int = 0,
@@ -74,7 +79,7 @@ def quantize(x: torch.Tensor, recipe: str, format: Format | str = "e4m3", power_
     rows, k = x.shape
     data = torch.empty(rows, k, dtype=fmt.dtype, device=x.device)
     scale = torch.empty(scale_shape(recipe, rows, k), dtype=torch.float32, device=x.device)
-    transposed = torch.empty(-(-k // BLOCK), -(-rows // 4) * 4, dtype=torch.float32, device=x.device) if m_major else scale
+    transposed = empty_m_major(x) if m_major else scale
     if x.numel() == 0:
         scale.fill_(1)
     else:

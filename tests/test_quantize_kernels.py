@@ -247,4 +247,5 @@ def test_the_model_of_the_division_agrees_with_exact_arithmetic():
         remainder = np.float32(float(exact))
         last = Fraction(float(q[i])) - Fraction(float(remainder)) * Fraction(float(r[i]))
         below, above = np.nextafter(ours, np.float32(0)), np.nextafter(ours, np.float32(9))
-        assert abs(last - Fraction(float(ours))) <= min(abs(last - Fraction(float(below))), abs(last - Fraction(float(above))))
+        distance = abs(last - Fraction(float(ours)))
+        assert distance <= abs(last - Fraction(float(below))) and distance <= abs(last - Fraction(float(above)))

@@ -6,8 +6,8 @@
 //
 //   X is (rows, K), K innermost, row_stride elements from row to row.   Q is (rows, K) FP8, without gaps.
 //
-// These kernels live on memory bandwidth: 2 bytes in and 1 out per element of bf16. To keep up, an SM must finish about 6 elements a
-// cycle, each in about 20 instructions. So: every byte is read once, 16 bytes a load, eight loads in flight per thread; and the
+// These kernels live on memory bandwidth: 2 bytes in and 1 out per element of bf16. To keep up, an SM must finish about 6 elements
+// a cycle, each in about 20 instructions. So: every byte is read once, 16 bytes a load, eight loads in flight per thread; and the
 // division by the scale, about 10 instructions, is made of 3.
 
 #include "hopper.cuh"

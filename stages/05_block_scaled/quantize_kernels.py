@@ -57,7 +57,7 @@ def load_width(x: torch.Tensor, *steps: int) -> int:
     """Bytes of the widest load that is aligned everywhere: rows start and end at multiples of ``steps`` elements."""
     width = math.gcd(LOAD_BYTES, x.data_ptr(), *(step * x.element_size() for step in steps))
     if width < x.element_size():
-        raise ValueError(f"x starts at address {x.data_ptr():#x}, no multiple of its {x.element_size()}-byte elements: pass x.clone()")
+        raise ValueError(f"x starts at address {x.data_ptr():#x}, no multiple of {x.element_size()} bytes: pass x.clone()")
     return width
 
 

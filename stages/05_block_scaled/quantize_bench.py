@@ -1,0 +1,86 @@
+"""Times the quantisation kernels: GB/s of every recipe and input type, in CUDA, in Triton and in plain torch.
+
+    python stages/05_block_scaled/quantize_bench.py RECORD.json
+
+Needs a Hopper GPU. Bytes are those that must move: input, FP8 data and scales once each, and the input a second time for the
+recipe "tensor", whose scale is known when everything was seen. Bits are compared with the reference before anything is timed.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from hopperlab import bench, quantize, report, telemetry
+from hopperlab.stage import load_module
+
+FOLDER = Path(__file__).resolve().parent
+SHAPES = ((8192, 7168), (4096, 4096), (128, 7168))
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+M_MAJOR = "1x128, M-major too"
+RECIPES = (*quantize.RECIPES, M_MAJOR)
+
+
+def kernels() -> dict:
+    """name -> quantize function."""
+    cuda = load_module(FOLDER / "quantize_kernels.py", "stage_05_block_scaled_quantize_kernels")
+    triton = load_module(FOLDER / "quantize_triton.py", "stage_05_block_scaled_quantize_triton")
+    return {"cuda": cuda.quantize, "triton": triton.quantize, "torch": _torch}
+
+
+def _torch(x, recipe, m_major=False):
+    scaled = quantize.quantize(x, recipe)
+    return (scaled, quantize.scale_to_m_major(scaled.scale)) if m_major else scaled
+
+
+def inputs(rows: int, k: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Enough random normal tensors that none is still in L2 when its turn comes again."""
+    each = rows * k * (dtype.itemsize + 1)
+    count = max(2, min(bench.MAX_SETS, -(-int(bench.ROTATION_BYTES) // each)))
+    generator = torch.Generator("cuda").manual_seed(0)
+    return [torch.randn(rows, k, generator=generator, device="cuda").to(dtype) for _ in range(count)]
+
+
+def moved_bytes(x: torch.Tensor, recipe: str) -> int:
+    """Bytes that quantising x must read and write."""
+    rows, k = x.shape
+    scales = torch.Size(quantize.scale_shape(recipe.split(",")[0], rows, k)).numel() * (2 if recipe == M_MAJOR else 1)
+    return x.numel() * (x.element_size() * (2 if recipe == "tensor" else 1) + 1) + 4 * scales
+
+
+def checked_calls(name, function, tensors: list[torch.Tensor], recipe: str, wanted: quantize.ScaledTensor) -> list:
+    """One call per tensor, after the first one's bits were found right."""
+    options = {"recipe": wanted.recipe} | ({"m_major": True} if recipe == M_MAJOR else {})
+    got = function(tensors[0], **options)
+    got = got[0] if recipe == M_MAJOR else got
+    if not torch.equal(got.data.view(torch.uint8), wanted.data.view(torch.uint8)) or not torch.equal(got.scale, wanted.scale):
+        raise AssertionError(f"{name}, {recipe}, {tuple(tensors[0].shape)}: bits differ from hopperlab.quantize.quantize")
+    return [lambda x=x: function(x, **options) for x in tensors]
+
+
+def main(path: str) -> None:
+    functions, rows = kernels(), []
+    with telemetry.Recorder() as recorder:
+        for shape in SHAPES:
+            for dtype in DTYPES:
+                tensors = inputs(*shape, dtype)
+                for recipe in RECIPES:
+                    wanted = quantize.quantize(tensors[0], recipe.split(",")[0])
+                    calls = {name: checked_calls(name, f, tensors, recipe, wanted) for name, f in functions.items()}
+                    for name, timing in bench.measure(calls, rounds=7).items():
+                        rate = moved_bytes(tensors[0], recipe) / timing.seconds
+                        row = {"rows": shape[0], "k": shape[1], "dtype": str(dtype).removeprefix("torch."), "recipe": recipe,
+                               "kernel": name, "microseconds": timing.seconds * 1e6, "spread": timing.spread,
+                               "gbytes_per_s": rate / 1e9,
+                               "percent_of_read_ceiling": 100 * rate / bench.READ_BYTES_PER_S}  # fmt: skip
+                        rows.append(row)
+                        print(f"{shape[0]}x{shape[1]} {row['dtype']:9} {recipe:19} {name:7} {row['microseconds']:9.1f} µs "
+                              f"{row['gbytes_per_s']:6.0f} GB/s {row['percent_of_read_ceiling']:5.1f} %")  # fmt: skip
+                del tensors, calls
+                torch.cuda.empty_cache()
+    record = {"kind": "sweep", **report.environment(), "telemetry": recorder.summary(), "quantize": rows}
+    print(report.save(record, Path(path)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

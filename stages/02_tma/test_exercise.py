@@ -96,26 +96,14 @@ MEANING = {
 
 @contextlib.contextmanager
 def explained(number: int, where: str = ""):
-    """exercise.explained, with shared memory named as the kernel names it, and what the finding means in this kernel."""
+    """exercise.explained, and what the finding means in this kernel."""
     with exercise.explained(number, STAGE.number, where):
         try:
             yield
         except SimulatorError as error:
             text = str(error)
             meaning = [words for pattern, words in MEANING.get(number, []) if re.search(pattern, text)]
-            raise type(error)(" ".join([with_names(text), *meaning])) from None
-
-
-def with_names(text: str) -> str:
-    """Offsets into the kernel's dynamic shared memory, as the simulator gives them, as members of its struct Shared."""
-    tile, dynamic = ROWS * DEPTH, 1024  # dynamic shared memory starts here on the simulator
-
-    def member(offset: int) -> str:
-        name = "a" if offset < 2 * tile else "b" if offset < 4 * tile else "full"
-        return f"{name}[{offset // tile % 2 if name != 'full' else (offset - 4 * tile) // 8}]"
-
-    text = re.sub(r"raw \+ (\d+) \(shared 0x[0-9a-f]+\)", lambda found: member(int(found[1])), text)
-    return re.sub(r"the mbarrier at shared 0x([0-9a-f]+)", lambda found: member(int(found[1], 16) - dynamic), text)
+            raise type(error)(" ".join([text, *meaning])) from None
 
 
 def isolated(source: Path, number: int, tmp_path: Path, probes: str = "") -> Path:

@@ -25,9 +25,6 @@ DEEP = BLOCK_K * (2 * SLOTS + 1)
 ORDERS = ({"order": "lazy"}, {"order": "eager"}, {"seed": 1}, {"seed": 2})
 SIMULATOR = torch.device("cpu")
 TOGETHER = 0  # in place of a blank's number: all of them
-FIRST_SHARED = 1024  # where the simulator, like a GPU, begins a CTA's own shared memory
-# struct Shared of the kernel: name and bytes of an element of each member.
-SHARED = (("a", BLOCK_M * BLOCK_K), ("b", BLOCK_N * BLOCK_K), ("full", 8), ("empty", 8))
 
 
 def fail(number: int, message: str):
@@ -63,29 +60,15 @@ def run(number: int, source: Path, case: stage.Case, **simulator_options):
     a, b, _ = problem(case)
     out, _ = check.poisoned(case.m, case.n, case.out_dtype, SIMULATOR)
     try:
-        return out, STAGE.module.ring(a, b, out, source=source, **simulator_options)
+        # The constants give the simulator the sizes in struct Shared, so that it can name its members.
+        return out, STAGE.module.ring(a, b, out, source=source, constants=STAGE.module.EXERCISE_CONSTANTS, **simulator_options)
     except SimulatorError as error:
-        message = named(str(error))
+        message = str(error)
         if number == 2 and "nothing has written yet" in message:
             message += " The wait let it through before the copies were even issued: which barrier, which parity, and which threads wait?"
         fail(number, f"{case}: {message}")
     except CompileError as error:
         fail(number, f"it does not compile with the other blanks filled from kernel.cu: {error}")
-
-
-def named(message: str) -> str:
-    """A message of the simulator with the names of the kernel's struct in place of addresses."""
-    starts, start = [], FIRST_SHARED
-    for member, size in SHARED:
-        starts += [(start + slot * size, f"{member}[{slot}]") for slot in range(SLOTS)]
-        start += SLOTS * size
-
-    def name(match: re.Match) -> str:
-        address = int(match[1], 16)
-        found, member = max((begin, member) for begin, member in starts if begin <= address)
-        return member if found == address else f"{member} + {address - found}"
-
-    return re.sub(r"(?:the mbarrier at |raw \+ \d+ \()shared (0x[0-9a-f]+)\)?", name, message)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hopperlab import check, exercise, stage
+from hopperlab.kernel import simulation
 from hopperlab.sim import SimulatorError
 
 STAGE = stage.load(Path(__file__).resolve().parent)
@@ -71,6 +72,8 @@ def problem(case: stage.Case, device: torch.device):
 
 def finding(source: Path, case: stage.Case, plan: dict, orders=ORDERS) -> str | None:
     """Run the kernel in these orders, and on the GPU. What is wrong, from the simulator or the check, or None."""
+    # What the sizes in struct Shared depend on, so that the simulator can name its members.
+    sizes = {"BLOCK_N": plan["block_n"], "NUM_STAGES": STAGE.module.ring_slots(plan["block_n"], staging=True)}
     for device in exercise.devices():
         a, b, expected = problem(case, device)
         for options in orders if device.type == "cpu" else ({},):
@@ -79,34 +82,16 @@ def finding(source: Path, case: stage.Case, plan: dict, orders=ORDERS) -> str | 
 
             def gemm(a, b, out):
                 outputs.append(out)
-                STAGE.module.overlapped(a, b, out, source=source, **plan, **options)
+                with simulation(constants=sizes, **options):
+                    STAGE.module.overlapped(a, b, out, source=source, **plan)
 
             try:
                 verdict = check.run(gemm, a, b, case.out_dtype, expected=lambda *_: expected, tile=TILE)
             except SimulatorError as error:
-                return f"{where}: {named(str(error), plan['block_n'])}"
+                return f"{where}: {error}"
             if not verdict.ok:
                 return f"{where}: {verdict}{misplaced(outputs[0], expected, verdict.first)}"
     return None
-
-
-def named(message: str, block_n: int) -> str:
-    """The simulator's message with members of struct Shared instead of addresses: PTX has no names for them."""
-    slots = STAGE.module.ring_slots(block_n, staging=True)
-    layout = {"a": (slots, 128 * 128), "b": (slots, block_n * 128), "out": (4, 64 * 64 * 2), "scale_b": (2, 4 * block_n),
-              "full": (slots, 8), "empty": (slots, 8)}  # fmt: skip
-    members, offset = [], 0  # name, first byte
-    for name, (count, size) in layout.items():
-        members += [(f"{name}[{index}]", offset + index * size) for index in range(count)]
-        offset += count * size
-
-    def member(byte: int) -> str:
-        name, first = next(found for found in reversed(members) if byte >= found[1])
-        return name if byte == first else f"{name} + {byte - first}"
-
-    message = re.sub(r"raw \+ (\d+)", lambda match: member(int(match[1])), message)
-    # Shared memory starts 1024 bytes into the shared window: the hardware keeps the first kilobyte.
-    return re.sub(r"the mbarrier at shared 0x([0-9a-f]+)", lambda match: member(int(match[1], 16) - 1024), message)
 
 
 def misplaced(out: torch.Tensor, expected: torch.Tensor, first: tuple[int, int] | None) -> str:

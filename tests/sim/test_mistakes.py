@@ -168,6 +168,21 @@ def test_31_shared_memory_read_that_nothing_wrote(run):
               o[threadIdx.x] = s[threadIdx.x + 1]; }""", np.zeros(64, np.float32), block=33, **order)  # fmt: skip
 
 
+@pytest.mark.parametrize("row, right", [("threadIdx.x % 16 + threadIdx.x / 32 * 16", True), ("threadIdx.x % 16", False)])
+def test_warps_that_stmatrix_into_the_same_rows(run, row, right):
+    source = f"""
+    #include "hopper.cuh"
+    extern "C" __global__ void k(u32* o) {{ __shared__ __align__(128) u16 tile[64 * 16];
+      store_matrix_x4(tile + ({row}) * 16 + threadIdx.x % 32 / 16 * 8, 1, 2, 3, 4); __syncthreads();
+      o[threadIdx.x] = tile[threadIdx.x % 32]; }}"""
+    for order in ORDERS:
+        if right:
+            run(source, np.zeros(64, np.uint32), block=64, prelude="", **order)
+            continue
+        with pytest.raises(sim.Hazard, match="race on tile .*: warp 0 .* and warp 1 .* store into the same row with the stmatrix at"):
+            run(source, np.zeros(64, np.uint32), block=64, prelude="", **order)
+
+
 def test_missing_second_syncthreads(run):
     """The classic race of a tiled kernel, in lock step and one block at a time."""
     source = """extern "C" __global__ void k(const float* x, float* y) {

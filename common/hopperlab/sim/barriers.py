@@ -1,5 +1,7 @@
 """Barriers of CTAs and clusters, mbarriers, fences and register reallocation (PTX ISA 9.7.13, 9.7.19.5)."""
 
+from functools import cached_property
+
 import numpy as np
 
 from .errors import Hazard
@@ -225,14 +227,15 @@ class MBarrier:
         self.stale = ""
         self.latest = self.completed_at = 0  # logical times of a trace
 
-    @property
+    @cached_property
     def label(self) -> str:
         """'full[2]', without the block."""
         offset = self.place % self.cluster.shared_stride
         for symbol, (start, size) in self.cluster.machine.program.kernel.shared.items():
             if size and start <= offset < start + size:
                 return readable_symbol(symbol) + (f"[{(offset - start) // 8}]" if size > 8 else "")
-        return f"the mbarrier at shared {offset:#x}"
+        member, rest = self.cluster.machine.shared_member(offset) or ("", 0)
+        return member if member and not rest else f"the mbarrier at shared {offset:#x}"
 
     @property
     def name(self) -> str:

@@ -224,7 +224,12 @@ class Observer:
             lost = last != fragment.unit.first_warp + lane_warps
             if lost.any():
                 at = int(np.flatnonzero(lost)[0])
-                self._race(fragment.unit, at, lane_warps, place, instruction, True, "write", instruction, last[at])
+                one, other = (self._name_warp(int(w)) for w in (fragment.unit.first_warp + lane_warps[at], last[at]))
+                raise Hazard(
+                    f"race on {self.cluster.name_shared(int(place[at]))}: {one} and {other} store into the same row with the "
+                    f"stmatrix at {self.machine.where(instruction)}, and one of the two is lost. Every lane must name a row of "
+                    "its own warp's part of the tile: does the row depend on the warp?"
+                )
 
     def _generic(self, unit, lane_warps, first, width, write, instruction, place):
         """Accesses of lanes to width granules from first; lane_warps counts within the unit."""

@@ -48,6 +48,7 @@ def launch(
     progress=None,
     registers: int | None = None,
     source: str | Path | None = None,
+    constants: dict | None = None,
 ) -> Report:
     """Run a kernel on the simulated machine, in place on the tensors given.
 
@@ -58,6 +59,7 @@ def launch(
     check: look for races and protocol mistakes.  math: "exact" tensor-core arithmetic, or "fast" float32.
     trace: True to record report.trace and bank conflicts, or a path for a Chrome trace too.  progress: called with (done, total).
     source: the kernel's .cu file, so that messages can name parameters; without it the file that the PTX names is tried.
+    constants: the macros it was compiled with, so that messages can name members of a struct in dynamic shared memory.
 
     Raises LaunchRefused, UnknownInstruction, MemoryFault, Hazard or Deadlock, all of them SimulatorError.
     """
@@ -69,7 +71,8 @@ def launch(
         raise LaunchRefused(f"math={math!r}: it is 'exact' or 'fast'")
     cluster = _check_shape(program.kernel, grid, block, cluster, shared_bytes, registers)
     table = GlobalMemory()
-    names = _parameter_names(program.kernel, source)
+    text = _source_text(program.kernel, source)
+    names = _parameter_names(program.kernel, text)
     tensor_maps: list = []
     parameters = _pack_parameters(program.kernel, args, names, table, tensor_maps)
     for i, tensor in enumerate(memory):
@@ -91,7 +94,7 @@ def launch(
     machine = Machine(
         program, table, parameters, grid, block, cluster, dynamic_at + shared_bytes, shared_bytes,
         dict(order=order, seed=seed, check=check, math=math, registers=registers, progress=progress, trace=recorder,
-             tensor_maps=tensor_maps, bank_conflicts=bool(trace)),
+             tensor_maps=tensor_maps, bank_conflicts=bool(trace), source=text, constants=constants),
     )  # fmt: skip
     by_name = {region.name: region for region in table.regions}
     machine.argument_regions = {i: by_name[name] for i, name in enumerate(names) if name in by_name}
@@ -158,21 +161,27 @@ def _check_shape(kernel, grid, block, cluster, shared_bytes, registers):
     return cluster
 
 
-def _parameter_names(kernel, source) -> list[str]:
-    """Names of the parameters as the source file spells them, where it can be read; the PTX knows only numbers."""
-    fallback = [f"argument {i} ({parameter.name})" for i, parameter in enumerate(kernel.parameters)]
+def _source_text(kernel, source) -> str:
+    """The file that defines the kernel, where it can be read."""
     for file in [source] if source is not None else kernel.files:
         try:
             text = Path(file).read_text()
         except (OSError, UnicodeDecodeError):
             continue
-        text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
-        match = re.search(rf"\b{re.escape(kernel.name)}\s*\(([^{{;]*?)\)\s*\{{", text, re.S)
-        if match:
-            names = [re.search(r"(\w+)\s*(?:\[[^\]]*\])?$", p.strip()) for p in match[1].split(",") if p.strip()]
-            if len(names) == len(kernel.parameters) and all(names):
-                return [f"'{n[1]}' (argument {i})" for i, n in enumerate(names)]
-    return fallback
+        if re.search(rf"\b{re.escape(kernel.name)}\s*\(", text):
+            return text
+    return ""
+
+
+def _parameter_names(kernel, text) -> list[str]:
+    """Names of the parameters as the source spells them, where that is clear; the PTX knows only numbers."""
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
+    match = re.search(rf"\b{re.escape(kernel.name)}\s*\(([^{{;]*?)\)\s*\{{", text, re.S)
+    if match:
+        names = [re.search(r"(\w+)\s*(?:\[[^\]]*\])?$", p.strip()) for p in match[1].split(",") if p.strip()]
+        if len(names) == len(kernel.parameters) and all(names):
+            return [f"'{n[1]}' (argument {i})" for i, n in enumerate(names)]
+    return [f"argument {i} ({parameter.name})" for i, parameter in enumerate(kernel.parameters)]
 
 
 def _extent(tensor) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from collections import Counter
 
 import numpy as np
 
-from . import memory
+from . import layout, memory
 from .errors import Deadlock, Hazard, SimulatorError
 from .parser import SHARED_BASE
 
@@ -248,6 +248,7 @@ class Machine:
         self.bank_conflicts: dict[int, list[int]] = {}
         self.count_banks = options.get("bank_conflicts", False)
         self._parameters, self._origins = {}, {}
+        self.source, self.constants, self._members = options.get("source") or "", options.get("constants"), None
         self.resident: list[Cluster] = []
 
     # ---- for generated code and special instructions --------------------------------------------------------------
@@ -279,11 +280,25 @@ class Machine:
         return instruction.where() if instruction else "the end of the kernel"
 
     def name_shared_offset(self, offset: int) -> str:
+        """'tile + 64 (shared 0x440)', or 'a[1] + 64' where the source lays a struct with that member over the bytes."""
         for name, (start, size) in self.program.kernel.shared.items():
             end = start + size if size else self.shared_end
             if start <= offset < end:
-                return f"{readable_symbol(name)} + {offset - start} (shared {offset:#x})"
+                found = self.shared_member(offset)
+                if found is None:
+                    return f"{readable_symbol(name)} + {offset - start} (shared {offset:#x})"
+                member, rest = found
+                return f"{member} + {rest}" if rest else member
         return f"shared {offset:#x}"
+
+    def shared_member(self, offset: int):
+        """(name, bytes from its start) of the struct's member at this shared address, or None where the source does not tell."""
+        for name, (start, size) in self.program.kernel.shared.items():
+            if not size and start <= offset < self.shared_end:
+                if self._members is None:
+                    self._members = layout.shared_members(self.source, self.program.kernel.name, name, self.constants)
+                return layout.find(self._members, offset - start)
+        return None
 
     def make_observer(self, cluster):
         from .hazards import make_observer

@@ -180,10 +180,12 @@ def test_the_simulator_reports_no_hazard_in_any_order(recipe):
         assert len(reports) == (2 if recipe == "tensor" else 1)
 
 
-@pytest.mark.parametrize("input_type", cuda.INPUT_TYPE.values())
-@pytest.mark.parametrize("load_bytes", [16, 4])
+@pytest.mark.parametrize("input_type, load_bytes", [
+    ("bf16", 16), ("bf16", 8), ("bf16", 4), ("bf16", 2), ("fp16", 16), ("fp16", 2), ("float", 16), ("float", 8), ("float", 4),
+])  # fmt: skip
 def test_compiles_without_spills_or_local_memory(input_type, load_bytes):
-    assert cuda.kernel("whole_rows", input_type, "e4m3", load_bytes, held=cuda.MOST_HELD).compiled.problems == []
+    for held in (4, cuda.MOST_HELD):
+        assert cuda.kernel("whole_rows", input_type, "e4m3", load_bytes, held=held).compiled.problems == []
 
 
 # ---- the division of quantize_vector --------------------------------------------------------------------------------
@@ -200,8 +202,8 @@ def test_the_division_never_crosses_a_midpoint_of_fp8():
     """The corrected quotient lies on the same side of every FP8 midpoint as the IEEE quotient, or on it as that does.
 
     With r = (1/s)(1 + d1), the product q = x·r(1 + d2) and the remainder (q·s - x)(1 + d3), |d| <= 2^-24, the last fma rounds
-    A = x/s + (x/s - q)(d1 + d3 + d1·d3), so |A - x/s| <= 2^-46·(x/s), all but exactly. A midpoint t has 5 significant bits. The two
-    quotients differ with respect to t only if a boundary M at which FP32 rounding changes to or from t lies between A and
+    A = x/s + (x/s - q)(d1 + d3 + d1·d3), so |A - x/s| is at most 2^-46·(x/s), but for a factor of 1 + 2^-22. A midpoint t
+    has 5 significant bits. The two quotients differ with respect to t only if a boundary M at which FP32 rounding changes to or from t lies between A and
     x/s. In units where s and x are integers S and X of 24 bits and t = τ·2^19, 16 <= τ < 32: M = t ± 1/2, and
     |X·2^j - S·M| <= 2^-46·S·t, that is X·2^(j+1) = S·(τ·2^20 ± 1) + N with |N| <= 8 and j >= 23. Modulo 2^20 this says that
     S is within 8 of a multiple of 2^20. (Below τ = 16 M is t - 1/4, and no S is left.) X is then τ·S, aligned, or next to it.

@@ -6,9 +6,9 @@
 //
 //   X is (rows, K), K innermost, row_stride elements from row to row.   Q is (rows, K) FP8, without gaps.
 //
-// These kernels live on memory bandwidth: 2 bytes in and 1 out per element of bf16. To keep up, an SM must finish about 6 elements
-// a cycle, each in about 20 instructions. So: every byte is read once, 16 bytes a load, eight loads in flight per thread; and the
-// division by the scale, about 10 instructions, is made of 3.
+// These kernels live on memory bandwidth: 2 bytes in and 1 out per element of bf16. To keep up, an SM must finish about 6
+// elements a cycle, each in about 20 instructions. So: every byte is read once, 16 bytes a load, eight loads in flight per
+// thread; and the division by the scale, about 10 instructions, is made of 3.
 
 #include "hopper.cuh"
 
@@ -56,6 +56,13 @@ __device__ __forceinline__ float element(const u32 (&raw)[4], int i, bf16) {
   return __uint_as_float(i % 2 ? raw[i / 2] & 0xffff0000 : raw[i / 2] << 16);
 }
 __device__ __forceinline__ float element(const u32 (&raw)[4], int i, fp16) { return half_to_float(raw[i / 2] >> i % 2 * 16); }
+
+// Hides from the compiler that the bits are still the same. It would keep the FP32 values from finding amax to the division, 8
+// registers for every 4; unpacking twice costs an instruction per element and lets twice as many CTAs share an SM.
+__device__ __forceinline__ void keep_packed(u32 (&raw)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(raw[i]));
+}
 
 // ---- the arithmetic -------------------------------------------------------------------------------------------------
 
@@ -162,9 +169,10 @@ blocks_1x128(const Input* __restrict__ X, u8* __restrict__ Q, float* __restrict_
   const int row0 = blockIdx.x / columns * Rows;
   const int k = k_block * Block + lane * Vector;
 
+  const Input* row = X + row0 * row_stride;
   u32 raw[Rows][4];
 #pragma unroll
-  for (int i = 0; i < Rows; ++i) load(raw[i], X + (row0 + i) * row_stride, k, row0 + i < rows ? K : 0);
+  for (int i = 0; i < Rows; ++i, row += row_stride) load(raw[i], row, k, row0 + i < rows ? K : 0);
 
   // Lane i finds the scale of row i, so that it is found once and its stores lie side by side; the others get it from there.
   float amax = 0.0f;
@@ -175,16 +183,17 @@ blocks_1x128(const Input* __restrict__ X, u8* __restrict__ Q, float* __restrict_
   }
   const float mine = scale_of(amax, largest, power_of_two);
   const Divisor by = divisor_of(mine);
+  u8* q = Q + (long long)row0 * K;
 #pragma unroll
-  for (int i = 0; i < Rows; ++i) {
+  for (int i = 0; i < Rows; ++i, q += K) {
     const Divisor of_row = {from_lane(by.scale, i), from_lane(by.reciprocal, i), from_lane(by.factor, i)};
-    quantize_vector(raw[i], of_row, Q + (long long)(row0 + i) * K, k, row0 + i < rows ? K : 0);
+    quantize_vector(raw[i], of_row, q, k, row0 + i < rows ? K : 0);
   }
-  const int row = row0 + lane;
+  const int m = row0 + lane;
   if (lane < Rows && k_block < k_blocks) {
-    if (row < rows) scale[(long long)row * k_blocks + k_block] = mine;
+    if (m < rows) scale[(long long)m * k_blocks + k_block] = mine;
     const int padded = (rows + 3) / 4 * 4;
-    if (MMajor && row < padded) scale_m_major[(long long)k_block * padded + row] = row < rows ? mine : 0.0f;
+    if (MMajor && m < padded) scale_m_major[(long long)k_block * padded + m] = m < rows ? mine : 0.0f;
   }
 }
 
@@ -193,23 +202,30 @@ blocks_1x128(const Input* __restrict__ X, u8* __restrict__ Q, float* __restrict_
 
 constexpr int ThreadsOf128x128 = Lanes * Block / Rows;
 
-extern "C" __global__ void __launch_bounds__(ThreadsOf128x128)
+// At least 1024 threads on an SM: while a CTA waits at its barrier, others keep the memory busy. (Loads of 2 bytes need more
+// registers.)
+extern "C" __global__ void __launch_bounds__(ThreadsOf128x128, LoadBytes > 2 ? 1024 / ThreadsOf128x128 : 1)
 blocks_128x128(const Input* __restrict__ X, u8* __restrict__ Q, float* __restrict__ scale, int rows, int K, long long row_stride,
                float largest, int power_of_two) {
   const int k_blocks = (K + Block - 1) / Block;
   const int k = blockIdx.x % k_blocks * Block + threadIdx.x % Lanes * Vector;
   const int row0 = blockIdx.x / k_blocks * Block + threadIdx.x / Lanes * Rows;
 
+  const Input* row = X + row0 * row_stride;
   u32 raw[Rows][4];
 #pragma unroll
-  for (int i = 0; i < Rows; ++i) load(raw[i], X + (row0 + i) * row_stride, k, row0 + i < rows ? K : 0);
+  for (int i = 0; i < Rows; ++i, row += row_stride) load(raw[i], row, k, row0 + i < rows ? K : 0);
   float amax = 0.0f;
 #pragma unroll
   for (int i = 0; i < Rows; ++i) amax = vector_amax(raw[i], amax);
   const float s = scale_of(cta_max<ThreadsOf128x128>(amax), largest, power_of_two);
   const Divisor by = divisor_of(s);
+  u8* q = Q + (long long)row0 * K;
 #pragma unroll
-  for (int i = 0; i < Rows; ++i) quantize_vector(raw[i], by, Q + (long long)(row0 + i) * K, k, row0 + i < rows ? K : 0);
+  for (int i = 0; i < Rows; ++i, q += K) {
+    keep_packed(raw[i]);
+    quantize_vector(raw[i], by, q, k, row0 + i < rows ? K : 0);
+  }
   if (threadIdx.x == 0) scale[blockIdx.x] = s;
 }
 
@@ -219,7 +235,7 @@ blocks_128x128(const Input* __restrict__ X, u8* __restrict__ Q, float* __restric
 constexpr int ThreadsOfRow = 256;
 constexpr int Held = HELD;                 // vectors per thread: as many as the row needs, at most 8
 
-extern "C" __global__ void __launch_bounds__(ThreadsOfRow)
+extern "C" __global__ void __launch_bounds__(ThreadsOfRow, 1024 / ThreadsOfRow)
 whole_rows(const Input* __restrict__ X, u8* __restrict__ Q, float* __restrict__ scale, int K, long long row_stride, float largest,
            int power_of_two) {
   constexpr int Step = ThreadsOfRow * Vector;
@@ -244,7 +260,10 @@ whole_rows(const Input* __restrict__ X, u8* __restrict__ Q, float* __restrict__ 
       for (int i = 0; i < Held; ++i) load(raw[i], row, k + i * Step, K);
     }
 #pragma unroll
-    for (int i = 0; i < Held; ++i) quantize_vector(raw[i], by, q, k + i * Step, K);
+    for (int i = 0; i < Held; ++i) {
+      keep_packed(raw[i]);
+      quantize_vector(raw[i], by, q, k + i * Step, K);
+    }
   }
 }
 

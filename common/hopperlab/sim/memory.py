@@ -363,9 +363,6 @@ class LocalSpan(Span):
         index = (lanes * unit.local_bytes + self.address.astype(np.int64) + offset) >> (size.bit_length() - 1)
         return unit.local_view(dtype), index
 
-    def _active(self, values):
-        return values if values.ndim == 0 or self.lanes is None else values.take(self.lanes)
-
 
 class ParamSpan(Span):
     """The kernel's parameters, through a generic address."""

@@ -188,6 +188,53 @@ def test_compiles_without_spills_or_local_memory(input_type, load_bytes):
         assert cuda.kernel("whole_rows", input_type, "e4m3", load_bytes, held=held).compiled.problems == []
 
 
+# ---- SwiGLU ---------------------------------------------------------------------------------------------------------
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """The kernel's arithmetic, step by step in float32, (rows, 2 K) -> (rows, K); on the CPU."""
+    f32 = np.float32
+    gate, up = (half.float().cpu().numpy() for half in x.chunk(2, dim=1))
+    with np.errstate(all="ignore"):
+        t = np.fmax(-gate, f32(-20))
+        shifted = fma_f32(t, f32(float.fromhex("0x1.715476p0")), f32(1.5 * 2**23))
+        n = shifted - f32(1.5 * 2**23)
+        r = fma_f32(n, f32(float.fromhex("-0x1.7f7d1cp-20")), fma_f32(n, f32(float.fromhex("-0x1.62e4p-1")), t))
+        total = np.full_like(r, f32(1 / 720))
+        for coefficient in (1 / 120, 1 / 24, 1 / 6, 0.5, 1, 1):
+            total = fma_f32(total, r, f32(coefficient))
+        power = (total.view(np.uint32) + (shifted.view(np.uint32) << np.uint32(23))).view(f32)
+        power = np.where(-gate > 88, f32(np.inf), power)
+        return torch.from_numpy(gate * (f32(1) / (f32(1) + power)) * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("k", [384, 264, 129])
+def test_swiglu_has_the_bits_of_its_definition(dtype, k, device):
+    x = hard(40, 2 * k, dtype, device, seed=7)
+    x[0] = torch.linspace(-120, 120, 2 * k).to(dtype)
+    want = reference.quantize(swiglu(x), "1x128", margin=1)
+    got, m_major = cuda.swiglu_quantize(x, margin=1, m_major=True)
+    assert torch.equal(got.scale.cpu(), want.scale)
+    assert torch.equal(got.data.cpu().view(torch.uint8), want.data.view(torch.uint8))
+    assert torch.equal(m_major.cpu(), reference.scale_to_m_major(want.scale))
+
+
+def test_swiglu_is_silu_times_up_as_torch_knows_it():
+    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(8)) * 8
+    x[0, :256] = torch.linspace(-87, 87, 256)
+    exact = torch.nn.functional.silu(x[:, :256].double()) * x[:, 256:].double()
+    assert ((swiglu(x).double() - exact).abs() / exact.abs()).max() < 2.0**-20
+    assert cuda.swiglu_quantize(x, "e5m2").format.name == "e5m2"
+
+
+def test_swiglu_of_nothing_and_of_what_it_cannot_take(device):
+    assert cuda.swiglu_quantize(torch.empty(0, 256, device=device)).data.shape == (0, 128)
+    assert cuda.swiglu_quantize(torch.empty(3, 0, device=device)).scale.shape == (3, 0)
+    with pytest.raises(ValueError, match="must be even"):
+        cuda.swiglu_quantize(torch.zeros(2, 129, device=device))
+
+
 # ---- the division of quantize_vector --------------------------------------------------------------------------------
 
 
@@ -203,9 +250,9 @@ def test_the_division_never_crosses_a_midpoint_of_fp8():
 
     With r = (1/s)(1 + d1), the product q = x·r(1 + d2) and the remainder (q·s - x)(1 + d3), |d| <= 2^-24, the last fma rounds
     A = x/s + (x/s - q)(d1 + d3 + d1·d3), so |A - x/s| is at most 2^-46·(x/s), but for a factor of 1 + 2^-22. A midpoint t
-    has 5 significant bits. The two quotients differ with respect to t only if a boundary M at which FP32 rounding changes to or from t lies between A and
-    x/s. In units where s and x are integers S and X of 24 bits and t = τ·2^19, 16 <= τ < 32: M = t ± 1/2, and
-    |X·2^j - S·M| <= 2^-46·S·t, that is X·2^(j+1) = S·(τ·2^20 ± 1) + N with |N| <= 8 and j >= 23. Modulo 2^20 this says that
+    has 5 significant bits. The two quotients differ with respect to t only if a boundary M at which FP32 rounding changes to or
+    from t lies between A and x/s. In units where s and x are integers S and X of 24 bits and t = τ·2^19, 16 <= τ < 32:
+    M = t ± 1/2, and |X·2^j - S·M| <= 2^-46·S·t, that is X·2^(j+1) = S·(τ·2^20 ± 1) + N with |N| <= 8, j >= 23. Modulo 2^20:
     S is within 8 of a multiple of 2^20. (Below τ = 16 M is t - 1/4, and no S is left.) X is then τ·S, aligned, or next to it.
     """
     scales = [base + near for base in range(1 << 23, (1 << 24) + 1, 1 << 20) for near in range(-16, 17)]

@@ -66,13 +66,11 @@ __device__ __forceinline__ void keep_packed(u32 (&raw)[4]) {
 
 // ---- the arithmetic -------------------------------------------------------------------------------------------------
 
-// max(amax, |x|) over a vector, without NaN and infinities: infinity times 0 is NaN, and fmaxf drops NaN.
+// max(amax, |x|), without NaN and infinities: infinity times 0 is NaN, and fmaxf drops NaN.
+__device__ __forceinline__ float larger(float amax, float x) { return fmaxf(amax, fabsf(fmaf(x, 0.0f, x))); }
 __device__ __forceinline__ float vector_amax(const u32 (&raw)[4], float amax) {
 #pragma unroll
-  for (int i = 0; i < Vector; ++i) {
-    const float x = element(raw, i, Input());
-    amax = fmaxf(amax, fabsf(fmaf(x, 0.0f, x)));
-  }
+  for (int i = 0; i < Vector; ++i) amax = larger(amax, element(raw, i, Input()));
   return amax;
 }
 
@@ -82,9 +80,6 @@ __device__ __forceinline__ float lanes_max(float x) {
   for (int step = Width / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(AllLanes, x, step));
   return x;
 }
-
-// x of one lane in each group of Lanes.
-__device__ __forceinline__ float from_lane(float x, int lane) { return __shfl_sync(AllLanes, x, lane, Lanes); }
 
 // Over all threads of the CTA; each gets it.
 template <int Threads>
@@ -117,6 +112,12 @@ __device__ __forceinline__ Divisor divisor_of(float scale) {
   return {scale * factor, 1.0f / (scale * factor), factor};
 }
 
+// That of one lane in each group of Lanes.
+__device__ __forceinline__ Divisor from_lane(const Divisor& by, int lane) {
+  return {__shfl_sync(AllLanes, by.scale, lane, Lanes), __shfl_sync(AllLanes, by.reciprocal, lane, Lanes),
+          __shfl_sync(AllLanes, by.factor, lane, Lanes)};
+}
+
 // x / scale -> FP8, elements k to k + Vector - 1 of row q.
 //
 // The quotient is needed only as exactly as its rounding to FP8 can tell. A product with the reciprocal, corrected once by its
@@ -124,11 +125,8 @@ __device__ __forceinline__ Divisor divisor_of(float scale) {
 // across a midpoint of two FP8 values: those have at most 5 significant bits, which leaves so few scales and x that could be
 // that close that all of them can be tried. tests/test_quantize_kernels.py has the argument and tries them.
 // The signs are chosen so that -0 stays -0, and an infinity minus itself becomes the NaN it has to be.
-__device__ __forceinline__ void quantize_vector(const u32 (&raw)[4], const Divisor& by, u8* __restrict__ q, long long k,
+__device__ __forceinline__ void quantize_floats(float (&x)[Vector], const Divisor& by, u8* __restrict__ q, long long k,
                                                 long long K) {
-  float x[Vector];
-#pragma unroll
-  for (int i = 0; i < Vector; ++i) x[i] = element(raw, i, Input());
   if (by.factor != 1.0f) {
 #pragma unroll
     for (int i = 0; i < Vector; ++i) x[i] *= by.factor;
@@ -152,6 +150,14 @@ __device__ __forceinline__ void quantize_vector(const u32 (&raw)[4], const Divis
   }
 }
 
+__device__ __forceinline__ void quantize_vector(const u32 (&raw)[4], const Divisor& by, u8* __restrict__ q, long long k,
+                                                long long K) {
+  float x[Vector];
+#pragma unroll
+  for (int i = 0; i < Vector; ++i) x[i] = element(raw, i, Input());
+  quantize_floats(x, by, q, k, K);
+}
+
 // ---- one scale per 1x128 --------------------------------------------------------------------------------------------
 // grid (ceil(rows / 8) * ceil(K blocks / groups)), block (128). A group of `Lanes` threads works on 8 rows of one K block; the
 // groups of a CTA lie side by side along k, and so do CTAs in order of their number.
@@ -159,42 +165,111 @@ __device__ __forceinline__ void quantize_vector(const u32 (&raw)[4], const Divis
 
 constexpr int ThreadsOf1x128 = 128;
 
-extern "C" __global__ void __launch_bounds__(ThreadsOf1x128)
-blocks_1x128(const Input* __restrict__ X, u8* __restrict__ Q, float* __restrict__ scale, float* __restrict__ scale_m_major,
-             int rows, int K, long long row_stride, float largest, int power_of_two) {
-  constexpr int Groups = ThreadsOf1x128 / Lanes;
-  const int k_blocks = (K + Block - 1) / Block, columns = (k_blocks + Groups - 1) / Groups;
-  const int lane = threadIdx.x % Lanes;
-  const int k_block = blockIdx.x % columns * Groups + threadIdx.x / Lanes;
-  const int row0 = blockIdx.x / columns * Rows;
-  const int k = k_block * Block + lane * Vector;
-
-  const Input* row = X + row0 * row_stride;
-  u32 raw[Rows][4];
+// From the amax of `Count` rows, which every lane of the group has, to their scales. Lane i finds and writes the scale of row i:
+// once, and side by side with the others. Returns the lane's divisor; its neighbours take it by from_lane.
+template <int Count>
+__device__ __forceinline__ Divisor scales_1x128(const float (&amax)[Count], int lane, int row0, int k_block, int rows, int K,
+    float* __restrict__ scale, float* __restrict__ scale_m_major, float largest, bool power_of_two) {
+  float of_lane = 0.0f;
 #pragma unroll
-  for (int i = 0; i < Rows; ++i, row += row_stride) load(raw[i], row, k, row0 + i < rows ? K : 0);
-
-  // Lane i finds the scale of row i, so that it is found once and its stores lie side by side; the others get it from there.
-  float amax = 0.0f;
-#pragma unroll
-  for (int i = 0; i < Rows; ++i) {
-    const float of_row = lanes_max<Lanes>(vector_amax(raw[i], 0.0f));
-    if (lane == i) amax = of_row;
-  }
-  const float mine = scale_of(amax, largest, power_of_two);
-  const Divisor by = divisor_of(mine);
-  u8* q = Q + (long long)row0 * K;
-#pragma unroll
-  for (int i = 0; i < Rows; ++i, q += K) {
-    const Divisor of_row = {from_lane(by.scale, i), from_lane(by.reciprocal, i), from_lane(by.factor, i)};
-    quantize_vector(raw[i], of_row, q, k, row0 + i < rows ? K : 0);
-  }
-  const int m = row0 + lane;
-  if (lane < Rows && k_block < k_blocks) {
+  for (int i = 0; i < Count; ++i)
+    if (lane == i) of_lane = amax[i];
+  const float mine = scale_of(of_lane, largest, power_of_two);
+  const int m = row0 + lane, k_blocks = (K + Block - 1) / Block;
+  if (lane < Count && k_block < k_blocks) {
     if (m < rows) scale[(long long)m * k_blocks + k_block] = mine;
     const int padded = (rows + 3) / 4 * 4;
     if (MMajor && m < padded) scale_m_major[(long long)k_block * padded + m] = m < rows ? mine : 0.0f;
   }
+  return divisor_of(mine);
+}
+
+// Which part of the tensor a group of lanes has.
+struct Place {
+  int lane, k_block, row0;
+  __device__ Place(int K, int rows_of_group) {
+    constexpr int Groups = ThreadsOf1x128 / Lanes;
+    const int columns = ((K + Block - 1) / Block + Groups - 1) / Groups;
+    lane = threadIdx.x % Lanes;
+    k_block = blockIdx.x % columns * Groups + threadIdx.x / Lanes;
+    row0 = blockIdx.x / columns * rows_of_group;
+  }
+  __device__ int k() const { return k_block * Block + lane * Vector; }
+};
+
+extern "C" __global__ void __launch_bounds__(ThreadsOf1x128)
+blocks_1x128(const Input* __restrict__ X, u8* __restrict__ Q, float* __restrict__ scale, float* __restrict__ scale_m_major,
+             int rows, int K, long long row_stride, float largest, int power_of_two) {
+  const Place at(K, Rows);
+  const Input* row = X + at.row0 * row_stride;
+  u32 raw[Rows][4];
+#pragma unroll
+  for (int i = 0; i < Rows; ++i, row += row_stride) load(raw[i], row, at.k(), at.row0 + i < rows ? K : 0);
+  float amax[Rows];
+#pragma unroll
+  for (int i = 0; i < Rows; ++i) amax[i] = lanes_max<Lanes>(vector_amax(raw[i], 0.0f));
+  const Divisor by = scales_1x128(amax, at.lane, at.row0, at.k_block, rows, K, scale, scale_m_major, largest, power_of_two);
+  u8* q = Q + (long long)at.row0 * K;
+#pragma unroll
+  for (int i = 0; i < Rows; ++i, q += K) quantize_vector(raw[i], from_lane(by, i), q, at.k(), at.row0 + i < rows ? K : 0);
+}
+
+// ---- SwiGLU, then one scale per 1x128 -------------------------------------------------------------------------------
+// X is (rows, 2 K): K gates, then the K values `up` they let through. Q is (rows, K), quantised from
+// gate * (1 / (1 + exp(-gate))) * up in FP32. It saves writing and reading the product between two linear layers. Grid as above,
+// but 4 rows instead of 8.
+
+// exp(x) for -20 <= x <= 88, within 3 units in the last place. No special instruction: its last bits differ between machines.
+// x = n ln 2 + r, |r| <= ln 2 / 2; exp(r) by its series; times 2^n by adding n to the exponent.
+__device__ __forceinline__ float exponential(float x) {
+  const float shifted = fmaf(x, 0x1.715476p0f, 0x1.8p23f);             // 1 / ln 2; n is left in the lowest bits
+  const float n = shifted - 0x1.8p23f;
+  const float r = fmaf(n, -0x1.7f7d1cp-20f, fmaf(n, -0x1.62e4p-1f, x));    // ln 2 in two parts
+  float sum = 1.0f / 720;
+  sum = fmaf(sum, r, 1.0f / 120);
+  sum = fmaf(sum, r, 1.0f / 24);
+  sum = fmaf(sum, r, 1.0f / 6);
+  sum = fmaf(sum, r, 0.5f);
+  sum = fmaf(sum, r, 1.0f);
+  sum = fmaf(sum, r, 1.0f);
+  return __uint_as_float(__float_as_uint(sum) + (__float_as_uint(shifted) << 23));
+}
+
+// Below -20 the sum with 1 is 1; beyond 88 silu is taken as 0.
+__device__ __forceinline__ float swiglu(float gate, float up) {
+  const float power = -gate > 88.0f ? __uint_as_float(0x7f800000) : exponential(fmaxf(-gate, -20.0f));
+  return gate * (1.0f / (1.0f + power)) * up;
+}
+
+constexpr int RowsOfSwiglu = 4;            // two loads each
+
+extern "C" __global__ void __launch_bounds__(ThreadsOf1x128)
+swiglu_1x128(const Input* __restrict__ X, u8* __restrict__ Q, float* __restrict__ scale, float* __restrict__ scale_m_major,
+             int rows, int K, long long row_stride, float largest, int power_of_two) {
+  const Place at(K, RowsOfSwiglu);
+  const Input* row = X + at.row0 * row_stride;
+  u32 gate[RowsOfSwiglu][4], up[RowsOfSwiglu][4];
+#pragma unroll
+  for (int i = 0; i < RowsOfSwiglu; ++i, row += row_stride) {
+    load(gate[i], row, at.k(), at.row0 + i < rows ? K : 0);
+    load(up[i], row + K, at.k(), at.row0 + i < rows ? K : 0);
+  }
+  float x[RowsOfSwiglu][Vector], amax[RowsOfSwiglu];
+#pragma unroll
+  for (int i = 0; i < RowsOfSwiglu; ++i) {
+    amax[i] = 0.0f;
+#pragma unroll
+    for (int j = 0; j < Vector; ++j) {
+      x[i][j] = swiglu(element(gate[i], j, Input()), element(up[i], j, Input()));
+      amax[i] = larger(amax[i], x[i][j]);
+    }
+    amax[i] = lanes_max<Lanes>(amax[i]);
+  }
+  const Divisor by = scales_1x128(amax, at.lane, at.row0, at.k_block, rows, K, scale, scale_m_major, largest, power_of_two);
+  u8* q = Q + (long long)at.row0 * K;
+#pragma unroll
+  for (int i = 0; i < RowsOfSwiglu; ++i, q += K)
+    quantize_floats(x[i], from_lane(by, i), q, at.k(), at.row0 + i < rows ? K : 0);
 }
 
 // ---- one scale per 128x128 ------------------------------------------------------------------------------------------

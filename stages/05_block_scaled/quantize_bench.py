@@ -18,6 +18,7 @@ FOLDER = Path(__file__).resolve().parent
 SHAPES = ((8192, 7168), (4096, 4096), (128, 7168))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 M_MAJOR = "1x128, M-major too"
+SWIGLU = "SwiGLU, then 1x128"
 RECIPES = (*quantize.RECIPES, M_MAJOR)
 
 
@@ -44,8 +45,14 @@ def inputs(rows: int, k: int, dtype: torch.dtype) -> list[torch.Tensor]:
 def moved_bytes(x: torch.Tensor, recipe: str) -> int:
     """Bytes that quantising x must read and write."""
     rows, k = x.shape
-    scales = torch.Size(quantize.scale_shape(recipe.split(",")[0], rows, k)).numel() * (2 if recipe == M_MAJOR else 1)
-    return x.numel() * (x.element_size() * (2 if recipe == "tensor" else 1) + 1) + 4 * scales
+    if recipe == SWIGLU:
+        k //= 2
+    scales = torch.Size(quantize.scale_shape(recipe_of(recipe), rows, k)).numel() * (2 if recipe == M_MAJOR else 1)
+    return x.numel() * x.element_size() * (2 if recipe == "tensor" else 1) + rows * k + 4 * scales
+
+
+def recipe_of(name: str) -> str:
+    return "1x128" if name in (M_MAJOR, SWIGLU) else name
 
 
 def checked_calls(name, function, tensors: list[torch.Tensor], recipe: str, wanted: quantize.ScaledTensor) -> list:
@@ -58,6 +65,31 @@ def checked_calls(name, function, tensors: list[torch.Tensor], recipe: str, want
     return [lambda x=x: function(x, **options) for x in tensors]
 
 
+def swiglu_calls(tensors: list[torch.Tensor]) -> dict[str, list]:
+    """The fused kernel, and torch's product with the plain kernel after it. Their roundings differ; the tests check the bits."""
+    cuda = load_module(FOLDER / "quantize_kernels.py", "stage_05_block_scaled_quantize_kernels")
+
+    def in_two_steps(x):
+        gate, up = x.chunk(2, dim=1)
+        return cuda.quantize(torch.nn.functional.silu(gate) * up, "1x128")
+
+    return {"cuda": [lambda x=x: cuda.swiglu_quantize(x) for x in tensors],
+            "two steps": [lambda x=x: in_two_steps(x) for x in tensors]}  # fmt: skip
+
+
+def timed(calls: dict[str, list], tensors: list[torch.Tensor], recipe: str) -> list[dict]:
+    """One entry of the record per candidate."""
+    x, found = tensors[0], []
+    for name, timing in bench.measure(calls, rounds=7).items():
+        rate = moved_bytes(x, recipe) / timing.seconds
+        found.append({"rows": x.shape[0], "k": x.shape[1], "dtype": str(x.dtype).removeprefix("torch."), "recipe": recipe,
+                      "kernel": name, "microseconds": timing.seconds * 1e6, "spread": timing.spread,
+                      "gbytes_per_s": rate / 1e9, "percent_of_read_ceiling": 100 * rate / bench.READ_BYTES_PER_S})  # fmt: skip
+        print("{rows}x{k} {dtype:9} {recipe:19} {kernel:9} {microseconds:9.1f} µs {gbytes_per_s:6.0f} GB/s "
+              "{percent_of_read_ceiling:5.1f} %".format(**found[-1]))  # fmt: skip
+    return found
+
+
 def main(path: str) -> None:
     functions, rows = kernels(), []
     with telemetry.Recorder() as recorder:
@@ -65,17 +97,10 @@ def main(path: str) -> None:
             for dtype in DTYPES:
                 tensors = inputs(*shape, dtype)
                 for recipe in RECIPES:
-                    wanted = quantize.quantize(tensors[0], recipe.split(",")[0])
+                    wanted = quantize.quantize(tensors[0], recipe_of(recipe))
                     calls = {name: checked_calls(name, f, tensors, recipe, wanted) for name, f in functions.items()}
-                    for name, timing in bench.measure(calls, rounds=7).items():
-                        rate = moved_bytes(tensors[0], recipe) / timing.seconds
-                        row = {"rows": shape[0], "k": shape[1], "dtype": str(dtype).removeprefix("torch."), "recipe": recipe,
-                               "kernel": name, "microseconds": timing.seconds * 1e6, "spread": timing.spread,
-                               "gbytes_per_s": rate / 1e9,
-                               "percent_of_read_ceiling": 100 * rate / bench.READ_BYTES_PER_S}  # fmt: skip
-                        rows.append(row)
-                        print(f"{shape[0]}x{shape[1]} {row['dtype']:9} {recipe:19} {name:7} {row['microseconds']:9.1f} µs "
-                              f"{row['gbytes_per_s']:6.0f} GB/s {row['percent_of_read_ceiling']:5.1f} %")  # fmt: skip
+                    rows += timed(calls, tensors, recipe)
+                rows += timed(swiglu_calls(tensors), tensors, SWIGLU)
                 del tensors, calls
                 torch.cuda.empty_cache()
     record = {"kind": "sweep", **report.environment(), "telemetry": recorder.summary(), "quantize": rows}

@@ -19,6 +19,7 @@ FOLDER = Path(__file__).resolve().parent
 INPUT_TYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float"}  # as quantize.cu calls them
 LOAD_BYTES = 16  # of a load where addresses allow it, and what a thread holds side by side
 ROWS = 8  # of a CTA of blocks_1x128; vectors per thread of the tensor kernels
+ROWS_SWIGLU = 4  # of a CTA of swiglu_1x128
 THREADS_1X128, THREADS_ROW, THREADS_TENSOR = 128, 256, 256
 MOST_HELD = 8  # vectors of a row that a thread keeps in registers
 
@@ -112,6 +113,38 @@ def _launch(x, recipe, fmt, largest, power_of_two, data, scale, transposed, m_ma
         run = kernel("blocks_128x128", input_type, fmt.name, width)
         run[scale.numel(), lanes * BLOCK // ROWS](x, data, scale, rows, k, pitch, largest, power_of_two)
     else:
-        columns = -(-scale.shape[1] // (THREADS_1X128 // lanes))
-        run = kernel("blocks_1x128", input_type, fmt.name, width, m_major)
-        run[-(-rows // ROWS) * columns, THREADS_1X128](x, data, scale, transposed, rows, k, pitch, largest, power_of_two)
+        run = kernel("blocks_1x128", input_type, fmt.name, width, m_major)[_grid_1x128(x, scale, ROWS), THREADS_1X128]
+        run(x, data, scale, transposed, rows, k, pitch, largest, power_of_two)
+
+
+def _grid_1x128(x, scale, rows_of_group) -> int:
+    """CTAs: groups of lanes side by side along K, `rows_of_group` rows each."""
+    groups = THREADS_1X128 * LOAD_BYTES // (BLOCK * x.element_size())
+    return -(-scale.shape[0] // rows_of_group) * -(-scale.shape[1] // groups)
+
+
+def swiglu_quantize(x: torch.Tensor, format: Format | str = "e4m3", power_of_two: bool = False, margin: int = 0,
+                    m_major: bool = False) -> ScaledTensor | tuple[ScaledTensor, torch.Tensor]:  # fmt: skip
+    """silu(x[:, :K]) * x[:, K:], quantised "1x128", in one kernel: x is (rows, 2 K), bfloat16, float16 or float32.
+
+    The product is never rounded to x's type: gate * (1 / (1 + exp(-gate))) * up in FP32, with an exp made of multiply-adds, so
+    that every machine gives the same bits (quantize.cu has the steps). silu(-inf) is NaN, as torch's is. Other arguments as
+    in quantize. Raises TypeError or ValueError.
+    """
+    fmt = format_of(format)
+    check_arguments(x, "1x128", margin, m_major)
+    if x.shape[1] % 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}; its second dimension must be even: K gates, then K values")
+    x, pitch = row_pitch(x)
+    rows, k = x.shape[0], x.shape[1] // 2
+    data = torch.empty(rows, k, dtype=fmt.dtype, device=x.device)
+    scale = torch.empty(scale_shape("1x128", rows, k), dtype=torch.float32, device=x.device)
+    transposed = empty_m_major(data) if m_major else scale
+    if data.numel():
+        width = load_width(x, pitch if rows > 1 else 0, k)
+        run = kernel("swiglu_1x128", INPUT_TYPE[x.dtype], fmt.name, width, m_major)
+        run[_grid_1x128(x, scale, ROWS_SWIGLU), THREADS_1X128](
+            x, data, scale, transposed, rows, k, pitch, fmt.max * 2.0**-margin, power_of_two
+        )
+    scaled = ScaledTensor(data, scale, "1x128")
+    return (scaled, transposed) if m_major else scaled

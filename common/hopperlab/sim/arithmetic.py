@@ -205,14 +205,20 @@ def fma_f32(a, b, c):
 
     The product of two float32 is exact in float64, the sum is rounded there and once more to float32.  Two roundings
     differ from one only if the float64 sum sits exactly between two float32 (its low 29 bits are 1 followed by zeros)
-    or the result is subnormal, which moves the rounding point: only those take the slow path.
+    or the result is subnormal, which moves the rounding point: only those elements take the slow path.
     """
-    total = np.multiply(a, b, dtype=F64)
-    total = np.add(total, c, dtype=F64)
+    product = np.multiply(a, b, dtype=F64)
+    total = np.add(product, c, dtype=F64)
     result = total.astype(F32)
-    tie = (total.view(I64) & 0x1FFFFFFF) == 0x10000000
-    if tie.any() or ((np.abs(result) < 1.2e-38) & (total != 0)).any():
-        result = _odd_sum(np.multiply(a, b, dtype=F64), np.asarray(c, F64)).astype(F32)
+    doubtful = (total.view(I64) & 0x1FFFFFFF) == 0x10000000
+    small = np.abs(result) < F32(1.2e-38)
+    if small.any():
+        doubtful = doubtful | small & (total != 0)
+    if doubtful.any():
+        exact = (np.broadcast_to(x, total.shape)[doubtful].astype(F64) for x in (product, c))
+        result = np.asarray(result)
+        result[doubtful] = _odd_sum(*exact)
+        result = result[()]  # a scalar stays one
     return result
 
 

@@ -320,12 +320,12 @@ def _bulk_copy(instruction, program):
                 )
             if to_global:
                 view = _global_bytes(machine, fragment, to[i], count, where, True)
-                operation = _StoreOperation(machine, fragment, frm[i], frm[i] + count, None, where)
+                operation = _StoreOperation(machine, fragment, lane, frm[i], frm[i] + count, None, where)
                 operation.bind(
                     lambda f=frm[i], n=count: cluster.shared[f : f + n].copy(),
                     lambda data, v=view: v.__setitem__(slice(None), combine(v, data) if combine else data),
                 )
-                operation.issue(lane)
+                operation.issue()
                 continue
             targets = [c for c in range(16) if masks[i] >> c & 1] if masks else [to[i] // cluster.shared_stride]
             for target in targets:
@@ -426,12 +426,12 @@ def _global_bytes(machine, fragment, address, count, where, write):
 class _StoreOperation:
     """A copy out of shared memory: first it reads the tile, later the result is in global memory."""
 
-    def __init__(self, machine, fragment, low, high, box, where):
-        self.machine, self.cluster, self.fragment, self.where = machine, fragment.unit.cluster, fragment, where
+    def __init__(self, machine, fragment, lane, low, high, box, where):
+        self.machine, self.cluster, self.fragment, self.lane, self.where = machine, fragment.unit.cluster, fragment, lane, where
         self.record = None
         if self.cluster.observer is not None:
             self.record = self.cluster.observer.async_read(
-                fragment, low, high, "the TMA store", where, box=box, low_chunk=low
+                fragment, low, high, "the TMA store", where, warps=_warp_of(fragment, lane), box=box, low_chunk=low
             )
         self.data = None
         self.did_read = self.did_write = False
@@ -451,10 +451,15 @@ class _StoreOperation:
             self._write(self.data)
             self.data = None
 
-    def issue(self, lane):
-        groups = _groups_of(self.fragment.unit, lane)
+    def issue(self):
+        groups = _groups_of(self.fragment.unit, self.lane)
         groups["open"].append(self)
         _schedule(self.machine, self.cluster, self.write)
+
+
+def _warp_of(fragment, lane) -> np.ndarray:
+    """The warp of one thread that issues a copy: others of the fragment may belong to other warps and know other things."""
+    return np.array([fragment.unit.first_warp + (lane >> 5)])
 
 
 def _groups_of(unit, lane):
@@ -473,7 +478,7 @@ def _tensor_store(instruction, program, reduction):
     def execute(machine, fragment):
         cluster = fragment.unit.cluster
         for lane, box, coordinates, place in copy.lanes(machine, fragment, "store"):
-            operation = _StoreOperation(machine, fragment, place, place + box.extent, box, where)
+            operation = _StoreOperation(machine, fragment, lane, place, place + box.extent, box, where)
             if machine.trace is not None:
                 machine.trace.store(fragment, box.bytes, coordinates)
             machine.counters["TMA bytes stored"] += box.bytes
@@ -493,7 +498,7 @@ def _tensor_store(instruction, program, reduction):
                     target[...] = part
 
             operation.bind(read, write)
-            operation.issue(lane)
+            operation.issue()
 
     return execute
 
@@ -524,7 +529,7 @@ def _bulk_wait(instruction, program):
                 for operation in group:
                     operation.read() if only_read else operation.write()
                     if operation.record is not None:
-                        unit.cluster.observer.read_done(operation.record, fragment)
+                        unit.cluster.observer.read_done(operation.record, fragment, _warp_of(fragment, lane))
             if not only_read:
                 del groups["groups"][: len(finished)]
 

@@ -493,8 +493,8 @@ class Observer:
                 "fence_proxy_async_shared() before the barrier."
             )
 
-    def read_done(self, access, fragment):
-        warps = self._warps(fragment)
+    def read_done(self, access, fragment, warps=None):
+        warps = self._warps(fragment) if warps is None else warps
         access.done = list(zip(warps.tolist(), self.steps[warps].tolist()))
 
     def wgmma_read(self, fragment, operand, descriptor, chunks, low, high, where, state):

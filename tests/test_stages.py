@@ -43,8 +43,8 @@ def test_every_recipe_format_pair_and_output_type(found, step):
 @each_step
 def test_empty_and_tiny_problems(found, step):
     for m, n, k in ((0, 5, 16), (5, 0, 16), (3, 4, 0), (1, 1, 1)):
-        a, b = check.problem(m, n, k, device=capability.device())
-        verdict = check.run(step.gemm, a, b, expected=step.expected, bound=step.bound, tile=step.tile)
+        a, b = check.problem(m, n, k, recipes=step.recipes[0], device=capability.device())
+        verdict = check.run(step.gemm, a, b, step.out_dtypes[0], expected=step.expected, bound=step.bound, tile=step.tile)
         assert verdict.ok, f"{m}x{n}x{k}: {verdict}"
 
 
@@ -54,9 +54,9 @@ def test_every_byte_zero_blocks_and_nonfinite_values(found, step):
     for fmt in ("e4m3", "e5m2"):
         codes = torch.arange(256, dtype=torch.uint8, device=capability.device()).reshape(16, 16)
         dtype = quantize.format_of(fmt).dtype
-        one = torch.ones(1, device=codes.device)
-        for codes_b in (codes.flip(0), codes.t().contiguous(), torch.zeros_like(codes)):
-            a, b = (quantize.ScaledTensor(x.view(dtype), one, "tensor") for x in (codes.contiguous(), codes_b.contiguous()))
+        for codes_b in (codes.flip(0), codes.t(), torch.zeros_like(codes)):
+            a, b = (quantize.ScaledTensor(x.contiguous().view(dtype), torch.ones(quantize.scale_shape(recipe, 16, 16), device=x.device), recipe)
+                    for x, recipe in zip((codes, codes_b), step.recipes[0]))  # fmt: skip
             verdict = check.run(step.gemm, a, b, torch.float32, expected=step.expected, bound=step.bound, tile=step.tile)
             assert verdict.ok, f"{fmt}: {verdict}"
 
@@ -64,11 +64,12 @@ def test_every_byte_zero_blocks_and_nonfinite_values(found, step):
 @each_step
 def test_refuses_operands_it_cannot_take(found, step):
     device = capability.device()
-    a, b = check.problem(16, 8, 32, device=device)
-    out = torch.empty(16, 8, dtype=torch.bfloat16, device=device)
-    longer, _ = check.problem(16, 8, 48, device=device)
-    block, _ = check.problem(16, 8, 32, recipes=("1x128", "tensor"), device=device)
-    strided = quantize.ScaledTensor(torch.empty(32, 16, dtype=a.data.dtype, device=device).t(), a.scale, "tensor")
+    a, b = check.problem(16, 8, 32, recipes=step.recipes[0], device=device)
+    out = torch.empty(16, 8, dtype=step.out_dtypes[0], device=device)
+    longer, _ = check.problem(16, 8, 48, recipes=step.recipes[0], device=device)
+    refused = next(pair for pair in (("1x128", "tensor"), ("row", "1x128")) if pair not in step.recipes)
+    others = check.problem(16, 8, 32, recipes=refused, device=device)
+    strided = quantize.ScaledTensor(torch.empty(32, 16, dtype=a.data.dtype, device=device).t(), a.scale, a.recipe)
     for arguments, error, message in (
         ((a.data, b, out), TypeError, "a: got Tensor; quantise it first"),
         ((longer, b, out), ValueError, "K must be equal"),
@@ -80,9 +81,8 @@ def test_refuses_operands_it_cannot_take(found, step):
     ):
         with pytest.raises(error, match=message):
             step.gemm(*arguments)
-    if ("1x128", "tensor") not in step.recipes:
-        with pytest.raises(ValueError, match="a, b: recipes '1x128' and 'tensor'; this step takes"):
-            step.gemm(block, b, out)
+    with pytest.raises(ValueError, match=f"a, b: recipes '{refused[0]}' and '{refused[1]}'; this step takes"):
+        step.gemm(*others, out)
 
 
 CUDA = [(found, step) for found, step in STEPS if step.language == "cuda"]
@@ -97,7 +97,7 @@ def test_finished_kernels_compile_without_spills_or_injected_waits(found, step, 
     monkeypatch.setattr(Kernel, "launch", lambda self, *arguments, **options: launched.append(self))
     for formats in step.formats:
         a, b = check.problem(17, 19, 37, recipes=step.recipes[0], formats=formats, device=capability.device())
-        step.gemm(a, b, torch.empty(17, 19, dtype=torch.bfloat16, device=capability.device()))
+        step.gemm(a, b, torch.empty(17, 19, dtype=step.out_dtypes[0], device=capability.device()))
     assert launched
     for kernel in launched:
         assert kernel.compiled.problems == [], kernel
@@ -116,7 +116,7 @@ def test_no_hazard_and_the_same_bits_in_every_order(found, step):
     a, b = check.problem(m, n, k, recipes=step.recipes[0])
     digests = set()
     for options in [{"order": "lazy"}, {"order": "eager"}] + [{"seed": seed} for seed in range(ORDERS)]:
-        out, _ = check.poisoned(m, n, torch.bfloat16, "cpu")
+        out, _ = check.poisoned(m, n, step.out_dtypes[0], "cpu")
         with simulation(**options) as reports:
             step.gemm(a, b, out)
         assert reports

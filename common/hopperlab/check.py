@@ -91,7 +91,7 @@ def run(gemm: Callable, a: ScaledTensor, b: ScaledTensor, out_dtype: torch.dtype
     tile      (block_m, block_n) of the kernel, to name tiles
     """
     out, buffer = poisoned(a.rows, b.rows, out_dtype, a.device)
-    before = [x.view(torch.uint8).clone() for x in (a.data, a.scale, b.data, b.scale)]
+    before = [x.flatten().view(torch.uint8).clone() for x in (a.data, a.scale, b.data, b.scale)]
     gemm(a, b, out)
     if out.is_cuda:
         torch.cuda.synchronize()
@@ -105,7 +105,7 @@ def run(gemm: Callable, a: ScaledTensor, b: ScaledTensor, out_dtype: torch.dtype
         return _failed(verdict, f"WRONG: the kernel wrote {int(around.sum())} elements outside its output, "
                                 f"the first {where} D. Is a store guarded against a ragged last row and column?")  # fmt: skip
     for name, x, old in zip(("A's data", "A's scale", "B's data", "B's scale"), (a.data, a.scale, b.data, b.scale), before):
-        if not torch.equal(x.view(torch.uint8), old):
+        if not torch.equal(x.flatten().view(torch.uint8), old):
             return _failed(verdict, f"WRONG: the kernel changed {name}, which is an input")
     return verdict
 

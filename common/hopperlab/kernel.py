@@ -126,7 +126,7 @@ class Kernel:
             around, reports = _SIMULATION.get()
             report = sim.launch(
                 self.compiled.ptx, self.entry, list(arguments), grid=grid, block=block, cluster=cluster, shared_bytes=shared_bytes,
-                registers=self.resources.registers, source=self.path, **{**around, **simulator_options},
+                registers=self.resources.registers, source=self.path, **{"constants": self.constants, **around, **simulator_options},
             )  # fmt: skip
             if reports is not None:
                 reports.append(report)

@@ -65,7 +65,9 @@ overlapped(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
            const float* __restrict__ scale_a, const float* __restrict__ scale_b, Output* __restrict__ D, int M, int N, int K, int scale_a_stride, int scale_b_stride) {
   extern __shared__ u8 raw[];
   Shared& shared = *reinterpret_cast<Shared*>(raw);
-  const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+  // The shuffle tells the compiler that a warp's threads agree on it: addresses made from it stay in uniform registers, where
+  // wgmma's descriptors must be.
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   const int rank = Cluster > 1 ? cluster_rank() : 0;
 
   const int rows = (M + BlockM * Cluster - 1) / (BlockM * Cluster);    // of cluster tiles
@@ -107,6 +109,9 @@ overlapped(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
     const int consumer = warpgroup - 1;
     Ring ring;
     float sum[BlockN / 2];
+    // Descriptors of the first slot. Their low bits hold the address in units of 16 bytes, so stepping is one addition.
+    const u64 a_first = matrix_descriptor(shared_address(shared.a[0]) + consumer * 64 * BlockK, Swizzle::Bytes128, 8 * BlockK);
+    const u64 b_first = matrix_descriptor(shared_address(shared.b[0]), Swizzle::Bytes128, 8 * BlockK);
     for (int tile = first_tile; tile < tiles; tile += tile_stride) {
       int row, column;
       locate(tile, rows, columns, row, column);
@@ -130,11 +135,10 @@ overlapped(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
 #pragma unroll 1
       for (int k_block = 0; k_block < k_blocks; ++k_block) {
         mbarrier_wait(&shared.full[ring.slot], ring.phase);
-        const u32 a = shared_address(shared.a[ring.slot]) + consumer * 64 * BlockK, b = shared_address(shared.b[ring.slot]);
+        const u64 a = a_first + ring.slot * (BlockM * BlockK / 16), b = b_first + ring.slot * (BlockN * BlockK / 16);
         wgmma_fence();
         for (int k = 0; k < BlockK; k += 32)
-          wgmma<BlockN, A_FORMAT, B_FORMAT>(sum, matrix_descriptor(a + k, Swizzle::Bytes128, 8 * BlockK),
-                                            matrix_descriptor(b + k, Swizzle::Bytes128, 8 * BlockK), k_block > 0 || k > 0);
+          wgmma<BlockN, A_FORMAT, B_FORMAT>(sum, a + k / 16, b + k / 16, k_block > 0 || k > 0);
         wgmma_commit();
         wgmma_wait<1>();                                               // all but the four just issued are done
         if (k_block > 0) release(last_slot);

@@ -139,6 +139,13 @@ __device__ __forceinline__ void named_barrier_sync(u32 number, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
+// The same, and whether `value` held in any of the threads. ISA: bar (.red).
+__device__ __forceinline__ bool named_barrier_or(u32 number, u32 threads, bool value) {
+  u32 any;
+  asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %3, 0;\nbar.red.or.pred q, %1, %2, p;\nselp.u32 %0, 1, 0, q;\n}"
+               : "=r"(any) : "r"(number), "r"(threads), "r"(u32(value)) : "memory");
+  return any;
+}
 // Count as arrived without waiting; `threads` includes those that wait.
 __device__ __forceinline__ void named_barrier_arrive(u32 number, u32 threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");

@@ -1,0 +1,151 @@
+"""Stage 05: scales per block and two-level accumulation. The host side of its four steps."""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hopperlab import reference
+from hopperlab.kernel import MAX_SHARED_BYTES, Kernel
+from hopperlab.quantize import ScaledTensor, scale_to_m_major
+from hopperlab.stage import OUTPUT_TYPE, Step, check_operands, for_tma, load_module, scale_stride, shared_bytes
+from hopperlab.tensormap import TensorMap
+
+FOLDER = Path(__file__).parent
+TITLE = "Scales per block and two-level accumulation"
+
+PLAIN = (("tensor", "tensor"), ("row", "row"), ("tensor", "row"), ("row", "tensor"))
+BLOCK_K, CONSUMERS = 128, 2  # as in the kernels
+THREADS = 128 * (1 + CONSUMERS)
+SMS_OF_AN_H200 = 132  # what the simulator plans for
+EXERCISE_CONSTANTS = {"BLOCK_N": 96, "NUM_STAGES": 4, "ROUNDS": 2, "GROUP_M": 4, "STORE_BY_TMA": 1, "OUTPUT": "bf16",
+                      "A_FORMAT": "e4m3", "B_FORMAT": "e4m3"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one CTA works on: 128 · rounds rows by block_n columns; rows of tiles worked on together."""
+
+    rounds: int = 1
+    block_n: int = 128
+    group_m: int = 8
+
+    def __post_init__(self):
+        if self.rounds not in (1, 2):
+            raise ValueError(f"rounds: got {self.rounds}; allowed are 1 and 2, tiles of 128 or 256 rows")
+        widest = 192 if self.rounds == 1 else 128  # registers: (rounds + 1) * block_n / 2 FP32 sums beside everything else
+        if self.block_n % 16 or not 16 <= self.block_n <= widest:
+            raise ValueError(f"block_n: got {self.block_n}; with rounds = {self.rounds} multiples of 16 from 16 to {widest} are allowed")
+
+    @property
+    def block_m(self) -> int:
+        return 128 * self.rounds
+
+
+@functools.cache
+def kernel(source: Path, entry: str, constants: tuple) -> Kernel:
+    """The kernel for one tile's constants. M, N and K are arguments: a new shape with the same tile compiles nothing."""
+    return Kernel(source, entry, dict(constants))
+
+
+def promoted(a: ScaledTensor, b: ScaledTensor, out: torch.Tensor, interval: int | None = 128, threshold: float = 0.0,
+             tile: Tile = Tile(), source: Path = FOLDER / "promoted.cu"):  # fmt: skip
+    """out (M, N) = A (M, K) times B (N, K) transposed, unscaled sums promoted to FP32 and scaled at the end.
+
+    interval   promote every so much of K, a multiple of 128; None: never
+    threshold  promote 64 rows of a tile also as soon as one of their sums exceeds it in magnitude; 0: no such rule
+    """
+    if interval is not None and (interval <= 0 or interval % BLOCK_K):
+        raise ValueError(f"interval: got {interval}; a positive multiple of {BLOCK_K}, or None for never, is allowed")
+    if not 0 <= threshold < float("inf"):
+        raise ValueError(f"threshold: got {threshold}; a finite number from 0, which means no threshold, is allowed")
+    return _launch(source, "promoted", a, b, out, PLAIN, tile, {"INTERVAL": (interval or 0) // BLOCK_K, "THRESHOLD": f"{float(threshold)}f"})
+
+
+def block_scaled(a: ScaledTensor, b: ScaledTensor, out: torch.Tensor, tile: Tile = Tile(), source: Path = FOLDER / "block_scaled.cu"):
+    """out (M, N) = A (M, K) times B (N, K) transposed; scales per 1x128 of A and per 128x128 of B."""
+    return _launch(source, "block_scaled", a, b, out, (("1x128", "128x128"),), tile)
+
+
+def overlapped(a: ScaledTensor, b: ScaledTensor, out: torch.Tensor, tile: Tile = Tile(2, 128, 4), source: Path = FOLDER / "kernel.cu"):
+    """The same; 256 rows per tile, and the next block's scales are fetched under this block's wgmma."""
+    return _launch(source, "overlapped", a, b, out, (("1x128", "128x128"),), tile, {"ROUNDS": tile.rounds})
+
+
+def wgrad(a: ScaledTensor, b: ScaledTensor, out: torch.Tensor, accumulate: bool = False, tile: Tile = Tile(2, 128, 4),
+          source: Path = FOLDER / "wgrad.cu"):  # fmt: skip
+    """out (M, N), FP32, = or += A (M, K) times B (N, K) transposed; scales per 1x128 of both."""
+    return _launch(source, "wgrad", a, b, out, (("1x128", "1x128"),), tile, {"ROUNDS": tile.rounds, "ACCUMULATE": int(accumulate)})
+
+
+def _launch(source, entry, a, b, out, recipes, tile, more=()):
+    """Check, choose constants, map the tensors, launch. The four steps differ in their scales and constants only."""
+    m, n, k = check_operands(a, b, out, recipes=recipes)
+    constants = dict(more)
+    if entry == "wgrad" and out.dtype != torch.float32:
+        raise TypeError(f"out: dtype {out.dtype}; a weight gradient is accumulated, so it is float32")
+    if out.numel() == 0 or k == 0:
+        if not constants.get("ACCUMULATE"):
+            out.zero_()
+        return None
+    row_bytes = tile.block_n * out.element_size()
+    panel = next(span for span in (128, 64, 32) if row_bytes % span == 0)  # of a row of D, stored together: one swizzle span
+    by_tma = n * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0
+    scales = {"promoted": 0, "wgrad": 4 * (tile.block_m + -(-tile.block_n // 32) * 32)}.get(entry, 4 * tile.block_m)  # bytes per slot
+    slot, staging = (tile.block_m + tile.block_n) * BLOCK_K + scales + 16, 4 * CONSUMERS * 16 * panel
+    slots = min(6, (MAX_SHARED_BYTES - staging) // slot)
+    constants |= {"BLOCK_N": tile.block_n, "NUM_STAGES": slots, "GROUP_M": tile.group_m, "STORE_BY_TMA": int(by_tma),
+                  "A_FORMAT": a.format.name, "B_FORMAT": b.format.name}  # fmt: skip
+    if entry != "wgrad":
+        constants["OUTPUT"] = OUTPUT_TYPE[out.dtype]
+    maps = [
+        TensorMap.tiled(for_tma("a", a.data), box=(BLOCK_K, tile.block_m), swizzle=128),
+        TensorMap.tiled(for_tma("b", b.data), box=(BLOCK_K, tile.block_n), swizzle=128),
+    ]
+    # The layout that TMA wants is made here, for any caller's scales. The quantisation kernels write it directly.
+    if entry != "promoted":
+        maps.append(TensorMap.tiled(scale_to_m_major(a.scale), box=(tile.block_m, 1)))
+    if entry == "wgrad":
+        maps.append(TensorMap.tiled(scale_to_m_major(b.scale), box=(tile.block_n, 1)))
+    maps.append(TensorMap.tiled(out, box=(panel // out.element_size(), 16), swizzle=panel) if by_tma else maps[0])
+    arguments = {"promoted": (a.scale, b.scale, out, m, n, k, scale_stride(a), scale_stride(b)), "wgrad": (out, m, n, k)}
+    sms = torch.cuda.get_device_properties(out.device).multi_processor_count if out.is_cuda else SMS_OF_AN_H200
+    grid = min(-(-m // tile.block_m) * -(-n // tile.block_n), sms)
+    run = kernel(source, entry, tuple(sorted(constants.items())))[grid, THREADS, 1, shared_bytes(slots * slot, staging)]
+    return run(*maps, *arguments.get(entry, (b.scale, out, m, n, k)))
+
+
+def unscaled_then_scaled(a: ScaledTensor, b: ScaledTensor, out_dtype: torch.dtype, interval: int | None = 128) -> torch.Tensor:
+    """Every bit of ``promoted``: unscaled sums, promoted by an FP32 addition, scaled once at the end."""
+    if interval is None:
+        return reference.matmul_hopper(a, b, interval=None, out_dtype=out_dtype)
+    one = torch.ones(1, device=a.device)
+    plain = (ScaledTensor(x.data, one, "tensor") for x in (a, b))
+    total = reference.matmul_hopper(*plain, interval=interval, out_dtype=torch.float32)
+    scale = [x.scale.expand(x.rows) if x.recipe == "tensor" else x.scale for x in (a, b)]
+    out = (total * (scale[0][:, None] * scale[1][None, :])).to(out_dtype)
+    return torch.where(out.isnan(), torch.full_like(out, torch.nan), out)
+
+
+def _blocks(a, b, out_dtype):
+    return reference.matmul_hopper(a, b, interval=128, out_dtype=out_dtype)
+
+
+def _bound(a, b, out_dtype):
+    return reference.error_bound(a, b, out_dtype, interval=128)
+
+
+triton_kernel = load_module(FOLDER / "triton_kernel.py", "stage_05_block_scaled_triton_kernel")
+BLOCKS, GRADIENT = (("1x128", "128x128"),), (("1x128", "1x128"),)
+STEPS = [
+    Step("promoted", "sums leave the 14-bit accumulator every 128 of K", "promoted.cu", "cuda", promoted,
+         expected=unscaled_then_scaled, recipes=PLAIN),
+    Step("block scaled", "a scale per 1x128 of A and 128x128 of B", "block_scaled.cu", "cuda", block_scaled, expected=_blocks, recipes=BLOCKS),
+    Step("overlapped", "256 rows per tile; the next block's scales fetched under wgmma", "kernel.cu", "cuda", overlapped, expected=_blocks,
+         tile=(256, 128), recipes=BLOCKS),
+    Step("wgrad", "both operands with 1x128 scales, FP32 result, accumulated", "wgrad.cu", "cuda", wgrad, expected=_blocks,
+         tile=(256, 128), recipes=GRADIENT, out_dtypes=(torch.float32,)),
+    Step("block scaled (Triton)", "a dot per block of K, scaled and added in FP32", "triton_kernel.py", "triton", triton_kernel.gemm,
+         bound=_bound, tile=triton_kernel.TILE, recipes=BLOCKS),
+]  # fmt: skip

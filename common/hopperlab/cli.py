@@ -29,6 +29,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 console = Console(width=None if sys.stdout.isatty() else 130)
 
 StageOption = Annotated[str, typer.Option("--stage", help='Only stages whose folder starts with this, e.g. "01".')]
+MAX_CHECKERS = 8  # processes; each holds half a GiB, on a GPU too
 RecordOption = Annotated[Path, typer.Option("--record", help="Where the JSON record goes.")]
 ShapeOption = Annotated[str, typer.Option("--shape", help="Shape that is timed, MxNxK.")]
 
@@ -86,20 +87,19 @@ def _compare_bits(row: dict, recorded: dict | None) -> None:
 
 def _check_all(selector: str) -> list[dict]:
     found = _stages(selector)
-    shapes = stages.SHARED_SHAPES + (stages.GPU_SHAPES if capability.has_hopper() else ())
-    work = [(stage, step, list(stages.cases(step, shapes))) for stage in found for step in stage.steps]
+    work = [(stage, step) for stage in found for step in stage.steps]
     recorded, rows = report.published(), []
-    processes = 1 if capability.has_hopper() else min(os.cpu_count() or 1, len(work))
+    processes = min(os.cpu_count() or 1, len(work), MAX_CHECKERS)
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(_progress("steps"))
         task = progress.add_task("checking", total=len(work))
-        if processes > 1:  # the simulator is one thread of Python; steps do not depend on one another
+        if processes > 1:  # the simulator, and compiling for a GPU, are one thread of Python; steps do not depend on one another
             context = multiprocessing.get_context("spawn")
             pool = stack.enter_context(ProcessPoolExecutor(processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)))
-            made = pool.map(_check_by_name, *zip(*((stage.name, step.name) for stage, step, _ in work)))
+            made = pool.map(_check_by_name, *zip(*((stage.name, step.name) for stage, step in work)))
         else:
-            made = (check_step(stage, step, cases) for stage, step, cases in work)
-        for stage, step, _ in work:
+            made = (_check_by_name(stage.name, step.name) for stage, step in work)
+        for stage, step in work:
             progress.update(task, description=f"{stage.name} {step.name}")
             row = next(made)
             if not capability.has_hopper():
@@ -110,10 +110,11 @@ def _check_all(selector: str) -> list[dict]:
 
 
 def _check_by_name(stage_name: str, step_name: str) -> dict:
-    """check_step in a process of its own."""
+    """check_step on all shapes this machine is for, maybe in a process of its own."""
     stage = stages.find(stage_name)[0]
     step = next(step for step in stage.steps if step.name == step_name)
-    return check_step(stage, step, list(stages.cases(step)))
+    shapes = stages.SHARED_SHAPES + (stages.GPU_SHAPES if capability.has_hopper() else ())
+    return check_step(stage, step, list(stages.cases(step, shapes)))
 
 
 def _time_all(selector: str, rows: list[dict], shape: tuple[int, int, int]) -> dict:
@@ -129,9 +130,11 @@ def _time_all(selector: str, rows: list[dict], shape: tuple[int, int, int]) -> d
         step = steps[row["stage"], row["step"]]
         recipes = step.recipes[0]
         operands = [inputs.quantised(*recipes) for inputs in sets]
-        outs = [torch.empty(m, n, dtype=torch.bfloat16, device="cuda") for _ in sets]
+        outs = [torch.empty(m, n, dtype=step.out_dtypes[0], device="cuda") for _ in sets]
+        made = [step.prepare(a, b) if step.prepare else {} for a, b in operands]
         name = f"{row['stage']} {row['step']}"
-        ours[name] = [lambda a=a, b=b, out=out, step=step: step.gemm(a, b, out) for (a, b), out in zip(operands, outs)]
+        ours[name] = [lambda a=a, b=b, out=out, more=more, step=step: step.gemm(a, b, out, **more)
+                      for (a, b), out, more in zip(operands, outs, made)]  # fmt: skip
         outputs[name] = (row, step, operands[0], outs[0])
     calls = {**ours, **{name: entry[0] for name, entry in running.items()}}
     with console.status(f"timing {len(calls)} candidates at {m}x{n}x{k}"), telemetry.Recorder() as recorder:

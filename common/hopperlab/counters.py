@@ -43,12 +43,12 @@ def find_ncu() -> str:
     raise RuntimeError("ncu is not on the PATH; it comes with the CUDA toolkit, or alone as Nsight Compute")
 
 
-def profile(stage: str, step: str, shape: tuple[int, int, int]) -> dict[str, float]:
-    """Counters of one call of one step, in a process of its own. Raises RuntimeError with ncu's words when it refuses.
+def profile(stage: str, steps: list[str], shape: tuple[int, int, int]) -> list[dict[str, float]]:
+    """Counters of one call of each step, in a process of its own. Raises RuntimeError with ncu's words when it refuses.
 
     The clocks are left alone; counters are ratios to peaks, so they do not depend on them.
     """
-    program = [sys.executable, "-m", "hopperlab.counters", stage, step, *map(str, shape)]
+    program = [sys.executable, "-m", "hopperlab.counters", stage, *map(str, shape), *steps]
     command = [find_ncu(), "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none", "--profile-from-start", "off",
                "--metrics", ",".join(METRICS), *program]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
@@ -57,29 +57,30 @@ def profile(stage: str, step: str, shape: tuple[int, int, int]) -> dict[str, flo
     if done.returncode or start is None:
         raise RuntimeError(f"ncu: {' '.join((done.stdout + done.stderr).split())[-600:]}")
     names, _units, *kernels = csv.reader(io.StringIO("\n".join(lines[start:])))
-    if len(kernels) != 1:
-        raise RuntimeError(f"ncu saw {len(kernels)} kernels in one call of {stage} {step}; one was expected")
-    values = dict(zip(names, kernels[0]))
-    return {key: float(values[name].replace(",", "")) for name, (key, _) in METRICS.items() if values.get(name)}
+    if len(kernels) != len(steps):
+        raise RuntimeError(f"ncu saw {len(kernels)} kernels in one call each of {stage} {steps}; one for each was expected")
+    return [{key: float(value.replace(",", "")) for name, value in zip(names, kernel) for key, _ in [METRICS.get(name, (None, None))]
+             if key and value} for kernel in kernels]  # fmt: skip
 
 
-def main(stage_name: str, step_name: str, m: str, n: str, k: str) -> None:
-    """Run one step between profiler marks: the program that ``profile`` puts under ncu."""
+def main(stage_name: str, m: str, n: str, k: str, *step_names: str) -> None:
+    """Run some steps between profiler marks: the program that ``profile`` puts under ncu."""
     import torch
 
     from hopperlab import bench, stage
 
     found = stage.find(stage_name)[0]
-    step = next(step for step in found.steps if step.name == step_name)
     inputs = bench.InputSet(*(torch.randn(rows, int(k), device="cuda", dtype=torch.bfloat16) for rows in (int(m), int(n))))
-    a, b = inputs.quantised(*step.recipes[0])
-    out = torch.empty(int(m), int(n), device="cuda", dtype=torch.bfloat16)
-    step.gemm(a, b, out)
-    torch.cuda.synchronize()
-    torch.cuda.profiler.start()
-    step.gemm(a, b, out)
-    torch.cuda.synchronize()
-    torch.cuda.profiler.stop()
+    for step in (step for name in step_names for step in found.steps if step.name == name):
+        a, b = inputs.quantised(*step.recipes[0])
+        more = step.prepare(a, b) if step.prepare else {}
+        out = torch.empty(int(m), int(n), device="cuda", dtype=step.out_dtypes[0])
+        step.gemm(a, b, out, **more)
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        step.gemm(a, b, out, **more)
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
 
 
 def record(selector: str, shape: tuple[int, int, int]) -> dict:
@@ -88,13 +89,14 @@ def record(selector: str, shape: tuple[int, int, int]) -> dict:
 
     rows = []
     for found in stage.find(selector):
-        for step in found.steps:
-            row = {"stage": found.name, "step": step.name, "language": step.language}
-            try:
-                row["counters"] = profile(found.name, step.name, shape)
-            except RuntimeError as error:
+        made = [{"stage": found.name, "step": step.name, "language": step.language} for step in found.steps]
+        try:
+            for row, counters in zip(made, profile(found.name, [step.name for step in found.steps], shape)):
+                row["counters"] = counters
+        except RuntimeError as error:
+            for row in made:
                 row["error"] = str(error)
-            rows.append(row)
+        rows += made
     meaning = {key: text for key, text in METRICS.values()}
     return {"kind": "counters", **report.environment(), "shape": dict(zip("mnk", shape)), "meaning": meaning, "steps": rows}
 

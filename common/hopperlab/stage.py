@@ -30,6 +30,7 @@ class Step:
     expected  (a, b, out_dtype) -> the output bit for bit, from the model of its arithmetic; None when not modelled
     bound     (a, b, out_dtype) -> largest allowed error per element; used when ``expected`` is None
     tile      (block_m, block_n), to name tiles
+    prepare   (a, b) -> keyword arguments of gemm that a caller makes once, not per call: scales in another layout, say
     """
 
     name: str
@@ -40,6 +41,7 @@ class Step:
     expected: Callable | None = None
     bound: Callable | None = None
     tile: tuple[int, int] = (128, 128)
+    prepare: Callable[[ScaledTensor, ScaledTensor], dict] | None = None
     recipes: tuple[tuple[str, str], ...] = (("tensor", "tensor"),)
     formats: tuple[tuple[str, str], ...] = (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e5m2"))
     out_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32, torch.float16)

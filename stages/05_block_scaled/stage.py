@@ -63,23 +63,34 @@ def promoted(a: ScaledTensor, b: ScaledTensor, out: torch.Tensor, interval: int 
     return _launch(source, "promoted", a, b, out, PLAIN, tile, {"INTERVAL": (interval or 0) // BLOCK_K, "THRESHOLD": f"{float(threshold)}f"})
 
 
-def block_scaled(a: ScaledTensor, b: ScaledTensor, out: torch.Tensor, tile: Tile = Tile(), source: Path = FOLDER / "block_scaled.cu"):
-    """out (M, N) = A (M, K) times B (N, K) transposed; scales per 1x128 of A and per 128x128 of B."""
-    return _launch(source, "block_scaled", a, b, out, (("1x128", "128x128"),), tile)
+def block_scaled(a: ScaledTensor, b: ScaledTensor, out: torch.Tensor, tile: Tile = Tile(), scale_a: torch.Tensor | None = None,
+                 source: Path = FOLDER / "block_scaled.cu"):  # fmt: skip
+    """out (M, N) = A (M, K) times B (N, K) transposed; scales per 1x128 of A and per 128x128 of B.
+
+    scale_a   A's scales as scale_to_m_major gives them, if the caller has them; else they are made here, in every call
+    """
+    return _launch(source, "block_scaled", a, b, out, (("1x128", "128x128"),), tile, scales=(scale_a,))
 
 
-def overlapped(a: ScaledTensor, b: ScaledTensor, out: torch.Tensor, tile: Tile = Tile(2, 128, 4), source: Path = FOLDER / "kernel.cu"):
+def overlapped(a: ScaledTensor, b: ScaledTensor, out: torch.Tensor, tile: Tile = Tile(2, 128, 4), scale_a: torch.Tensor | None = None,
+               source: Path = FOLDER / "kernel.cu"):  # fmt: skip
     """The same; 256 rows per tile, and the next block's scales are fetched under this block's wgmma."""
-    return _launch(source, "overlapped", a, b, out, (("1x128", "128x128"),), tile, {"ROUNDS": tile.rounds})
+    return _launch(source, "overlapped", a, b, out, (("1x128", "128x128"),), tile, {"ROUNDS": tile.rounds}, scales=(scale_a,))
 
 
 def wgrad(a: ScaledTensor, b: ScaledTensor, out: torch.Tensor, accumulate: bool = False, tile: Tile = Tile(2, 128, 4),
-          source: Path = FOLDER / "wgrad.cu"):  # fmt: skip
+          scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None, source: Path = FOLDER / "wgrad.cu"):  # fmt: skip
     """out (M, N), FP32, = or += A (M, K) times B (N, K) transposed; scales per 1x128 of both."""
-    return _launch(source, "wgrad", a, b, out, (("1x128", "1x128"),), tile, {"ROUNDS": tile.rounds, "ACCUMULATE": int(accumulate)})
+    return _launch(source, "wgrad", a, b, out, (("1x128", "1x128"),), tile, {"ROUNDS": tile.rounds, "ACCUMULATE": int(accumulate)},
+                   scales=(scale_a, scale_b))  # fmt: skip
 
 
-def _launch(source, entry, a, b, out, recipes, tile, more=()):
+def m_major(a: ScaledTensor, b: ScaledTensor) -> dict[str, torch.Tensor]:
+    """The scales per 1x128 as TMA wants them, as arguments of the steps. The quantisation kernels write that layout directly."""
+    return {f"scale_{name}": scale_to_m_major(x.scale) for name, x in (("a", a), ("b", b)) if x.recipe == "1x128"}
+
+
+def _launch(source, entry, a, b, out, recipes, tile, more=(), scales=()):
     """Check, choose constants, map the tensors, launch. The four steps differ in their scales and constants only."""
     m, n, k = check_operands(a, b, out, recipes=recipes)
     constants = dict(more)
@@ -92,8 +103,8 @@ def _launch(source, entry, a, b, out, recipes, tile, more=()):
     row_bytes = tile.block_n * out.element_size()
     panel = next(span for span in (128, 64, 32) if row_bytes % span == 0)  # of a row of D, stored together: one swizzle span
     by_tma = n * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0
-    scales = {"promoted": 0, "wgrad": 4 * (tile.block_m + -(-tile.block_n // 32) * 32)}.get(entry, 4 * tile.block_m)  # bytes per slot
-    slot, staging = (tile.block_m + tile.block_n) * BLOCK_K + scales + 16, 4 * CONSUMERS * 16 * panel
+    scale_bytes = {"promoted": 0, "wgrad": 4 * (tile.block_m + -(-tile.block_n // 32) * 32)}.get(entry, 4 * tile.block_m)
+    slot, staging = (tile.block_m + tile.block_n) * BLOCK_K + scale_bytes + 16, 4 * CONSUMERS * 16 * panel
     slots = min(6, (MAX_SHARED_BYTES - staging) // slot)
     constants |= {"BLOCK_N": tile.block_n, "NUM_STAGES": slots, "GROUP_M": tile.group_m, "STORE_BY_TMA": int(by_tma),
                   "A_FORMAT": a.format.name, "B_FORMAT": b.format.name}  # fmt: skip
@@ -103,11 +114,9 @@ def _launch(source, entry, a, b, out, recipes, tile, more=()):
         TensorMap.tiled(for_tma("a", a.data), box=(BLOCK_K, tile.block_m), swizzle=128),
         TensorMap.tiled(for_tma("b", b.data), box=(BLOCK_K, tile.block_n), swizzle=128),
     ]
-    # The layout that TMA wants is made here, for any caller's scales. The quantisation kernels write it directly.
-    if entry != "promoted":
-        maps.append(TensorMap.tiled(scale_to_m_major(a.scale), box=(tile.block_m, 1)))
-    if entry == "wgrad":
-        maps.append(TensorMap.tiled(scale_to_m_major(b.scale), box=(tile.block_n, 1)))
+    for given, x, height in zip(scales, (a, b), (tile.block_m, tile.block_n)):
+        scale = scale_to_m_major(x.scale) if given is None else given
+        maps.append(TensorMap.tiled(scale, box=(height, 1)))
     maps.append(TensorMap.tiled(out, box=(panel // out.element_size(), 16), swizzle=panel) if by_tma else maps[0])
     arguments = {"promoted": (a.scale, b.scale, out, m, n, k, scale_stride(a), scale_stride(b)), "wgrad": (out, m, n, k)}
     sms = torch.cuda.get_device_properties(out.device).multi_processor_count if out.is_cuda else SMS_OF_AN_H200
@@ -141,11 +150,12 @@ BLOCKS, GRADIENT = (("1x128", "128x128"),), (("1x128", "1x128"),)
 STEPS = [
     Step("promoted", "sums leave the 14-bit accumulator every 128 of K", "promoted.cu", "cuda", promoted,
          expected=unscaled_then_scaled, recipes=PLAIN),
-    Step("block scaled", "a scale per 1x128 of A and 128x128 of B", "block_scaled.cu", "cuda", block_scaled, expected=_blocks, recipes=BLOCKS),
+    Step("block scaled", "a scale per 1x128 of A and 128x128 of B", "block_scaled.cu", "cuda", block_scaled, expected=_blocks, recipes=BLOCKS,
+         prepare=m_major),
     Step("overlapped", "256 rows per tile; the next block's scales fetched under wgmma", "kernel.cu", "cuda", overlapped, expected=_blocks,
-         tile=(256, 128), recipes=BLOCKS),
+         tile=(256, 128), recipes=BLOCKS, prepare=m_major),
     Step("wgrad", "both operands with 1x128 scales, FP32 result, accumulated", "wgrad.cu", "cuda", wgrad, expected=_blocks,
-         tile=(256, 128), recipes=GRADIENT, out_dtypes=(torch.float32,)),
+         tile=(256, 128), recipes=GRADIENT, prepare=m_major, out_dtypes=(torch.float32,)),
     Step("block scaled (Triton)", "a dot per block of K, scaled and added in FP32", "triton_kernel.py", "triton", triton_kernel.gemm,
          bound=_bound, tile=triton_kernel.TILE, recipes=BLOCKS),
 ]  # fmt: skip

@@ -1,0 +1,95 @@
+"""The lessons' experiments, as far as they can run without a GPU: every function, on tiny shapes, on the simulator or the GPU."""
+
+import json
+import math
+
+import pytest
+
+from hopperlab import stage
+
+FOLDER = next(folder for folder in stage.folders() if folder.name.startswith("05"))
+
+
+@pytest.fixture(scope="module")
+def experiment():
+    return stage.load_module(FOLDER / "experiment.py", "stage_05_block_scaled_experiment")
+
+
+@pytest.fixture(scope="module")
+def records(experiment, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("records")
+    experiment.main(folder, small=True)
+    return {path.stem: json.loads(path.read_text()) for path in folder.iterdir()}
+
+
+def test_writes_both_records_with_their_origin(records):
+    assert set(records) == {"05_accuracy", "05_speed"}
+    assert all(record["machine"] and record["versions"] and record["commit"] for record in records.values())
+
+
+def test_kernels_give_the_models_bits(records):
+    accuracy, speed = records["05_accuracy"], records["05_speed"]
+    assert all(row["bits"] for row in accuracy["interval"])
+    last = [row for row in accuracy["fourteen_bits"] if "never, bits" in row]
+    assert last and all(row["never, bits"] and row["every 128, bits"] for row in last)
+    assert all(row["same_bits"] for row in speed["blocks"] if not row["name"].startswith(("deep_gemm", "cublas")))
+
+
+def test_promotion_helps_and_the_error_of_positive_sums_is_toward_zero(records):
+    rows = {(row["inputs"], row["interval"]): row for row in records["05_accuracy"]["interval"]}
+    assert rows["positive", None]["bias"] < rows["positive", 128]["bias"] < 0
+    assert rows["positive", 128]["error"] < rows["positive", None]["error"]
+
+
+def test_a_threshold_depends_on_the_magnitude_of_the_values(records):
+    rows = [row for row in records["05_accuracy"]["threshold"] if row["threshold"]]
+    assert all(row["same_as_every_block"] for row in rows if "448" in row["inputs"])
+    assert all(row["same_as_never"] for row in rows if "scale 1" in row["inputs"])
+
+
+def test_online_scaling_never_saturates_and_delayed_scaling_does_after_a_jump(records):
+    found = records["05_accuracy"]["delayed"]
+    methods = {method["name"]: method for method in found["methods"]}
+    assert max(methods["online"]["saturated"]) == 0
+    rises = [i for i in range(1, len(found["amax"])) if found["amax"][i] > found["amax"][i - 1]]
+    assert rises and all(methods["last 1, margin 0"]["saturated"][i] > 0 for i in rises)
+
+
+def test_a_product_of_scales_changes_no_bit_and_a_second_factor_does(records):
+    rows = records["05_accuracy"]["folding"]["epilogue"]
+    assert all(row["offline_product"] == 0 for row in rows)
+    assert all((row["second_factor"] > 0) != row["power_of_two"] for row in rows)
+
+
+def test_block_scales_fold_into_data_exactly_only_as_powers_of_two_in_range(records):
+    rows = {(row["spread"], row["power_of_two"], row["kept"]): row for row in records["05_accuracy"]["folding"]["data"]}
+    assert rows[0, True, "largest"]["changed"] == 0 == rows[0, True, "largest"]["error"]
+    assert rows[4, False, "largest"]["changed"] > 0 and rows[4, False, "largest"]["error"] > 0
+    assert all(row["overflow"] == 0 for row in rows.values() if row["kept"] == "largest")
+
+
+def test_the_report_names_the_block_whose_scale_is_wrong(records):
+    for planted in records["05_accuracy"]["bad_block"]:
+        assert planted["report"]["suspect"] == planted["k_block"]
+        assert f"K block {planted['k_block']} " in planted["text"]
+
+
+def test_every_figure_is_a_number(records):
+    def walk(value):
+        if isinstance(value, dict):
+            for item in value.values():
+                yield from walk(item)
+        elif isinstance(value, list):
+            for item in value:
+                yield from walk(item)
+        elif isinstance(value, float):
+            yield value
+
+    assert all(math.isfinite(value) for record in records.values() for value in walk(record))
+
+
+def test_full_size_without_a_gpu_says_what_to_do(experiment, tmp_path, monkeypatch):
+    monkeypatch.setattr(experiment.capability, "has_hopper", lambda: False)
+    with pytest.raises(SystemExit, match="--small"):
+        experiment.main(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,136 @@
+"""GEMMs of many groups in one launch: the experts of a mixture, and their weight gradients.
+
+Group sizes are tensors on the device: nothing here reads them on the host, so calls neither synchronise nor depend on them
+for their launch.
+"""
+
+import torch
+
+from fp8_gemm import ops
+from fp8_gemm.problem import FP8_DTYPES, WIDE_DTYPES, row_groups
+from fp8_gemm.quantize import GroupedTensor, ScaledTensor, format_of, quantize, quantize_grouped
+
+
+def grouped_gemm(
+    a: torch.Tensor | ScaledTensor, b: torch.Tensor | GroupedTensor, *, offsets: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None, indices: torch.Tensor | None = None, out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16, recipe: tuple[str, str] = ("1x128", "128x128"), interval: int | None = 128,
+    backend: str | None = None, grad_format: str = "e4m3", **plan_overrides,
+) -> torch.Tensor | ScaledTensor:  # fmt: skip
+    """Each group of rows of a times the weight of its group: D[r] = A[r] · B[group of r]ᵀ, (M, N).
+
+    a        (M, K), rows sorted by group: plain (quantised by recipe[0]) or a ScaledTensor
+    b        (G, N, K): plain (recipe[1]) or a GroupedTensor
+    offsets  (G + 1,) int32: group g is rows offsets[g] … offsets[g + 1] - 1. Groups of any size, 0 included, no padding
+    counts   (G,) int32 or int64: the sizes of the groups instead
+    indices  (M,) int32: the group of each row instead, ascending; -1 for rows of no group (DeepGEMM's layout)
+    out      (M, N) of out_dtype
+
+    Pass exactly one of offsets, counts and indices, on a's device. Rows of no group are not written: they keep what out
+    holds, and are unspecified without out, or zero where gradients are recorded. Whatever they hold in a, NaN included,
+    reaches no other row. Values of group tensors are checked on the CPU; on a GPU by validate_groups, or for every call with
+    FP8_GEMM_VALIDATE=1. Other arguments and errors as in gemm. Differentiable in plain a and b.
+    """
+    a, a_scale, recipe_a = _matrix("a", a, recipe, 0)
+    b, b_scale, recipe_b = _stack("b", b, recipe, 1)
+    offsets, ends = row_groups(b.shape[0], a.shape[0], offsets=offsets, counts=counts, indices=indices)
+    fp8 = _fp8(out_dtype, out)
+    result = ops.call("grouped", a, a_scale, b, b_scale, offsets, ends, recipe_a, recipe_b, torch.float32 if fp8 else out_dtype,
+                      interval, backend, grad_format=grad_format, options=plan_overrides, out=out)  # fmt: skip
+    return quantize(result, "1x128", fp8) if fp8 else result
+
+
+def masked_gemm(
+    a: torch.Tensor | GroupedTensor, b: torch.Tensor | GroupedTensor, masked_m: torch.Tensor, *, out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16, recipe: tuple[str, str] = ("1x128", "128x128"), interval: int | None = 128,
+    backend: str | None = None, grad_format: str = "e4m3", **plan_overrides,
+) -> torch.Tensor | GroupedTensor:  # fmt: skip
+    """The first masked_m[g] rows of each a[g] times b[g] transposed: D (G, max M, N).
+
+    a         (G, max M, K), any max M: plain (recipe[0]) or a GroupedTensor
+    b         (G, N, K): plain (recipe[1]) or a GroupedTensor
+    masked_m  (G,) int32 on a's device: how many rows of each group count, 0 … max M
+
+    Rows from masked_m[g] on are not written, as in grouped_gemm. Buffers of one size whatever the routing: what CUDA graphs
+    of a decoding step need. Other arguments and errors as in gemm. Differentiable in plain a and b.
+    """
+    a, a_scale, recipe_a = _stack("a", a, recipe, 0)
+    b, b_scale, recipe_b = _stack("b", b, recipe, 1)
+    if not isinstance(masked_m, torch.Tensor):
+        raise TypeError(f"masked_m is a {type(masked_m).__name__}; it must be an int32 tensor ({b.shape[0]},) on the device of a")
+    fp8 = _fp8(out_dtype, out)
+    result = ops.call("masked", a, a_scale, b, b_scale, masked_m, recipe_a, recipe_b, torch.float32 if fp8 else out_dtype,
+                      interval, backend, grad_format=grad_format, options=plan_overrides, out=out)  # fmt: skip
+    return quantize_grouped(result, "1x128", fp8) if fp8 else result
+
+
+def k_grouped_gemm(
+    a: torch.Tensor | ScaledTensor, b: torch.Tensor | ScaledTensor, offsets: torch.Tensor, *, c: torch.Tensor | None = None,
+    out: torch.Tensor | None = None, accumulate: bool = False, out_dtype: torch.dtype = torch.float32, backend: str | None = None,
+    grad_format: str = "e4m3", **plan_overrides,
+) -> torch.Tensor:  # fmt: skip
+    """One product for each group of K: D[g] = A[:, group g] · B[:, group g]ᵀ, (G, M, N). Weight gradients of experts.
+
+    a, b        (M, K) and (N, K), K being the groups one after another: tokens, for a weight gradient dYᵀ and Xᵀ. Both plain,
+                groups of any sizes (they are moved to multiples of 128 while being quantised); or both the ScaledTensors of
+                quantize_k_grouped, with its offsets
+    offsets     (G + 1,) int32 on a's device: group g is offsets[g] … offsets[g + 1] - 1 of K
+    c           (G, M, N) of out_dtype, added in FP32
+    accumulate  add to what out holds: the same as c=out
+
+    A group of size 0 gives zeros, or c. Other arguments and errors as in gemm. Differentiable in plain a and b, and in c.
+    """
+    a, a_scale, _ = _matrix("a", a, ("1x128", "1x128"), 0)
+    b, b_scale, _ = _matrix("b", b, ("1x128", "1x128"), 1)
+    if not isinstance(offsets, torch.Tensor) or offsets.dim() != 1 or offsets.shape[0] < 2:
+        given = f"shape {tuple(offsets.shape)}" if isinstance(offsets, torch.Tensor) else type(offsets).__name__
+        raise ValueError(f"offsets is {given}; it must be an int32 tensor (groups + 1,) on the device of a, with at least one group")
+    if accumulate and (out is None or c is not None):
+        raise ValueError(f"accumulate is True, {'without out' if out is None else 'and c is given'}; it adds to what out holds: pass out, "
+                         "or only c")  # fmt: skip
+    if out_dtype in FP8_DTYPES:
+        raise ValueError(f"out_dtype is {out_dtype}; weight gradients come as bfloat16, float16 or float32")
+    shape = (offsets.shape[0] - 1, a.shape[0], b.shape[0])
+    arguments = (a, a_scale, b, b_scale, offsets, None, out_dtype, backend)
+    options = {"grad_format": grad_format, "options": plan_overrides}
+    if c is not None and (tuple(c.shape) != shape or c.dtype != out_dtype):
+        raise ValueError(f"c has shape {tuple(c.shape)} and dtype {c.dtype}; it must be {shape} and {out_dtype}: pass out_dtype={c.dtype} "
+                         "or another c")  # fmt: skip
+    if c is not None and out is None and ops.traced(a, b, c):
+        return (ops.call("k_grouped", *arguments[:6], torch.float32, backend, **options) + c).to(out_dtype)
+    if c is not None and c is not out:
+        out = c.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(c)
+    return ops.call("k_grouped", *arguments, **options, out=out, accumulate=None if out is None else accumulate or c is not None)
+
+
+def _fp8(out_dtype: torch.dtype, out: torch.Tensor | None):
+    if out_dtype not in FP8_DTYPES:
+        return None
+    if out is not None:
+        raise ValueError(f"out_dtype is {out_dtype}, which gives new data and scales; out cannot be given: compute in float32 and quantize")
+    return format_of(out_dtype)
+
+
+def _matrix(name: str, operand, recipe, index: int):
+    return _operand(name, operand, recipe, index, ScaledTensor, 2, "(rows, K)")
+
+
+def _stack(name: str, operand, recipe, index: int):
+    return _operand(name, operand, recipe, index, GroupedTensor, 3, "(groups, rows, K)")
+
+
+def _operand(name, operand, recipe, index, scaled_type, dimensions, shape):
+    """(data, scale or None, recipe) of a plain or quantised operand."""
+    if isinstance(operand, scaled_type):
+        return operand.data, operand.scale, operand.recipe
+    if not isinstance(operand, torch.Tensor):
+        raise TypeError(f"{name} is a {type(operand).__name__}; it must be a torch.Tensor or a {scaled_type.__name__}, {shape}")
+    if operand.dtype not in WIDE_DTYPES:
+        fix = f"{scaled_type.__name__}({name}, scale, recipe)" if operand.dtype in FP8_DTYPES else f"{name}.float()"
+        raise TypeError(f"{name} has dtype {operand.dtype}; allowed are bfloat16, float16, float32 and {scaled_type.__name__}: pass {fix}")
+    if operand.dim() != dimensions or (dimensions == 3 and operand.shape[0] == 0):
+        hint = ": pass x.flatten(0, -2)" if dimensions == 2 and operand.dim() > 2 else ", with at least one group" * (dimensions == 3)
+        raise ValueError(f"{name} has shape {tuple(operand.shape)}; it must be {shape}{hint}")
+    if not isinstance(recipe, (tuple, list)) or len(recipe) != 2:
+        raise ValueError(f"recipe is {recipe!r}; it must be a pair, one for a and one for b, such as ('1x128', '128x128')")
+    return operand, None, recipe[index]

@@ -1,0 +1,301 @@
+"""The GEMMs as PyTorch operators: fp8_gemm::gemm, grouped, masked and k_grouped, with shapes for tracing and gradients.
+
+An operand is a pair of tensors: FP8 data with its scale, or a plain tensor with None, which is quantised by the recipe. The
+functions of the first part compute; their registered forms are for autograd, torch.compile and FakeTensor. Those named …_out
+write into a tensor they are given.
+
+A plain operand has a gradient, a quantised one has none. Gradients are FP8 GEMMs too: dA from gradients scaled 1x128 and
+weights scaled 128x128, dB in FP32 from two operands scaled 1x128 along the dimension that is summed over.
+"""
+
+import json
+
+import torch
+
+from fp8_gemm import dispatch
+from fp8_gemm.problem import Operands, Problem, check_out, describe
+from fp8_gemm.quantize import GroupedTensor, ScaledTensor, pack_k_groups, quantize, quantize_grouped, quantize_k_grouped
+from hopperlab.quantize import scale_shape
+
+ACTIVATION, WEIGHT = "1x128", "128x128"  # recipes of gradients, and of the weights they are multiplied with
+
+
+# ---------------------------------------------------------------- computing
+
+
+def _matrix(data, scale, recipe) -> ScaledTensor:
+    return quantize(data, recipe) if scale is None else ScaledTensor(data, scale, recipe)
+
+
+def _stack(data, scale, recipe) -> GroupedTensor:
+    return quantize_grouped(data, recipe) if scale is None else GroupedTensor(data, scale, recipe)
+
+
+def _compute(problem: Problem, operands: Operands, out: torch.Tensor | None, backend: str | None, options: dict) -> torch.Tensor:
+    if out is None:
+        out = torch.empty(problem.out_shape, dtype=problem.out_dtype, device=operands.a.device)
+    else:
+        check_out(problem, operands, out)
+    dispatch.run(problem, operands, out, backend, **options)
+    return out
+
+
+def gemm(a, a_scale, b, b_scale, bias, recipe_a, recipe_b, out_dtype, interval, backend, options, out=None, accumulate=False):
+    """D (M, N) = A (M, K) · B (N, K)ᵀ + bias; with accumulate, + what out holds."""
+    problem, operands = describe(
+        "dense", _matrix(a, a_scale, recipe_a), _matrix(b, b_scale, recipe_b), bias=bias, accumulate=accumulate,
+        out_dtype=out_dtype, interval=interval,
+    )  # fmt: skip
+    return _compute(problem, operands, out, backend, options)
+
+
+def grouped(a, a_scale, b, b_scale, offsets, ends, recipe_a, recipe_b, out_dtype, interval, backend, options, out=None):
+    """D (M, N): each group of rows of A (M, K) times its own B[g] (N, K) transposed."""
+    problem, operands = describe(
+        "contiguous", _matrix(a, a_scale, recipe_a), _stack(b, b_scale, recipe_b), offsets=offsets, ends=ends,
+        out_dtype=out_dtype, interval=interval,
+    )  # fmt: skip
+    return _compute(problem, operands, out, backend, options)
+
+
+def masked(a, a_scale, b, b_scale, masked_m, recipe_a, recipe_b, out_dtype, interval, backend, options, out=None):
+    """D (G, max M, N): the first masked_m[g] rows of A[g] (max M, K) times B[g] (N, K) transposed."""
+    problem, operands = describe(
+        "masked", _stack(a, a_scale, recipe_a), _stack(b, b_scale, recipe_b), masked_m=masked_m,
+        out_dtype=out_dtype, interval=interval,
+    )  # fmt: skip
+    return _compute(problem, operands, out, backend, options)
+
+
+def k_grouped(a, a_scale, b, b_scale, offsets, ends, out_dtype, backend, options, out=None, accumulate=False):
+    """D (G, M, N): A (M, K of group g) times B (N, K of group g) transposed; with accumulate, + what out holds."""
+    if (a_scale is None) != (b_scale is None):
+        raise TypeError("a, b: one is quantised and the other is not, but their K groups must lie alike: quantise both by "
+                        "quantize_k_grouped(x, offsets), or neither")  # fmt: skip
+    if a_scale is None:
+        a, _ = quantize_k_grouped(a, offsets, ends)
+        b, offsets = quantize_k_grouped(b, offsets, ends)
+    else:
+        a, b = ScaledTensor(a, a_scale, ACTIVATION), ScaledTensor(b, b_scale, ACTIVATION)
+    problem, operands = describe("k_grouped", a, b, offsets=offsets, accumulate=accumulate, out_dtype=out_dtype)
+    return _compute(problem, operands, out, backend, options)
+
+
+# ---------------------------------------------------------------- registering
+# options is a dict as JSON, because operators take no dictionaries: plan overrides, exact, batch_invariant.
+
+_OPERANDS = "Tensor a, Tensor? a_scale, Tensor b, Tensor? b_scale"
+_HOW = "str recipe_a, str recipe_b, ScalarType out_dtype, int? interval, str? backend, str options"
+_GEMMS = {  # name: (function, what tells it apart in the schema, whether it can accumulate)
+    "gemm": (gemm, f"{_OPERANDS}, Tensor? bias, {_HOW}", True),
+    "grouped": (grouped, f"{_OPERANDS}, Tensor offsets, Tensor? ends, {_HOW}", False),
+    "masked": (masked, f"{_OPERANDS}, Tensor masked_m, {_HOW}", False),
+    "k_grouped": (k_grouped, f"{_OPERANDS}, Tensor offsets, Tensor? ends, ScalarType out_dtype, str? backend, str options", True),
+}
+
+
+def _empty_result(name, a, b, group_tensor, out_dtype):
+    """The result's shape and type, for tracing. Raises ValueError where K or groups cannot match."""
+    if name != "k_grouped" and a.shape[-1] != b.shape[-1]:
+        raise ValueError(f"b has shape {tuple(b.shape)} and a {tuple(a.shape)}; their last dimension, K, must be equal")
+    if name == "k_grouped":
+        shape = (group_tensor.shape[0] - 1, a.shape[0], b.shape[0])
+    else:
+        shape = (*a.shape[:-1], b.shape[-2])
+    return a.new_empty(shape, dtype=out_dtype)
+
+
+def _register(name: str) -> None:
+    function, schema, accumulates = _GEMMS[name]
+
+    def compute(a, a_scale, b, b_scale, group_tensor, *rest):
+        *rest, grad_format, options = rest
+        out = None
+        if name in ("grouped", "masked"):
+            # Rows of no group: zeros, since what a loss reads of them must not be arbitrary where gradients are recorded.
+            out = torch.zeros_like(fake(a, a_scale, b, b_scale, group_tensor, *rest, grad_format, options))
+        return function(a, a_scale, b, b_scale, group_tensor, *rest, json.loads(options), out)
+
+    def fake(a, a_scale, b, b_scale, group_tensor, *rest):
+        out_dtype = next(value for value in rest if isinstance(value, torch.dtype))
+        return _empty_result(name, a, b, group_tensor, out_dtype)
+
+    def compute_out(*arguments):
+        *arguments, options, out = arguments
+        if accumulates:
+            *arguments, accumulate = arguments
+            function(*arguments, json.loads(options), out, accumulate)
+        else:
+            function(*arguments, json.loads(options), out)
+
+    with_grad_format = schema.replace("str options", "str grad_format, str options")
+    operator = torch.library.custom_op(f"fp8_gemm::{name}", compute, mutates_args=(), schema=f"({with_grad_format}) -> Tensor")
+    operator.register_fake(fake)
+    operator.register_autograd(_BACKWARD[name], setup_context=_save_inputs)
+
+    out_schema = schema.replace("str options", ("bool accumulate, " if accumulates else "") + "str options, Tensor(a!) out")
+    writes = torch.library.custom_op(f"fp8_gemm::{name}_out", compute_out, mutates_args=("out",), schema=f"({out_schema}) -> ()")
+    writes.register_fake(lambda *arguments: None)
+
+
+def _register_quantize(name: str, function) -> None:
+    def compute(x, recipe, format, margin, power_of_two):
+        scaled = function(x, recipe, format, margin, power_of_two)
+        return scaled.data, scaled.scale
+
+    schema = "(Tensor x, str recipe, str format, int margin, bool power_of_two) -> (Tensor, Tensor)"
+    operator = torch.library.custom_op(f"fp8_gemm::{name}", compute, mutates_args=(), schema=schema)
+
+    def fake(x, recipe, format, margin, power_of_two):
+        dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[format]
+        shape = (*x.shape[:-2], *scale_shape(recipe, *x.shape[-2:]))
+        return torch.empty(x.shape, dtype=dtype, device=x.device), torch.empty(shape, dtype=torch.float32, device=x.device)
+
+    operator.register_fake(fake)
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def _save_inputs(ctx, inputs, output):
+    ctx.save_for_backward(*(value for value in inputs if isinstance(value, torch.Tensor) or value is None))
+    ctx.inputs = [None if isinstance(value, torch.Tensor) else value for value in inputs]
+    ctx.tensors = [isinstance(value, torch.Tensor) for value in inputs]
+
+
+def _inputs(ctx) -> list:
+    saved = iter([tensor for tensor in ctx.saved_tensors if tensor is not None])
+    return [next(saved) if is_tensor else value for is_tensor, value in zip(ctx.tensors, ctx.inputs)]
+
+
+def _shared_options(options: str) -> str:
+    """What a gradient inherits of the options: not the plan, which was made for another shape."""
+    return json.dumps({name: value for name, value in json.loads(options).items() if name in ("exact", "batch_invariant")})
+
+
+def _plain(data, scale, recipe):
+    """A plain (rows, K) or (G, rows, K) tensor for an operand of either kind."""
+    if scale is None:
+        return data
+    return (ScaledTensor if data.dim() == 2 else GroupedTensor)(data, scale, recipe).dequantize()
+
+
+def _transposed_weight(data, scale, recipe):
+    """(data, scale) of B transposed in its last two dimensions, scaled 128x128: its blocks are those of B."""
+    if scale is not None and recipe == WEIGHT:
+        return data.mT.contiguous(), scale.mT.contiguous()
+    quantize_op = torch.ops.fp8_gemm.quantize if data.dim() == 2 else torch.ops.fp8_gemm.quantize_grouped
+    return quantize_op(_plain(data, scale, recipe).mT, WEIGHT, "e4m3", 0, False)
+
+
+def _gemm_backward(ctx, grad):
+    a, a_scale, b, b_scale, bias, recipe_a, recipe_b, _, _, backend, grad_format, options = _inputs(ctx)
+    quantize_op, gemm_op = torch.ops.fp8_gemm.quantize, torch.ops.fp8_gemm.gemm
+    shared = _shared_options(options)
+    grad_a = grad_b = grad_bias = None
+    if ctx.needs_input_grad[0]:  # dA (M, K) = dD (M, N) · B
+        grad_a = gemm_op(*quantize_op(grad, ACTIVATION, grad_format, 0, False), *_transposed_weight(b, b_scale, recipe_b), None,
+                         ACTIVATION, WEIGHT, a.dtype, 128, backend, grad_format, shared)  # fmt: skip
+    if ctx.needs_input_grad[2]:  # dB (N, K) = dDᵀ · A, summed over M
+        source = _plain(a, a_scale, recipe_a)
+        grad_b = gemm_op(*quantize_op(grad.t(), ACTIVATION, grad_format, 0, False), source.t(), None, None,
+                         ACTIVATION, ACTIVATION, torch.float32, 128, backend, grad_format, shared).to(b.dtype)  # fmt: skip
+    if ctx.needs_input_grad[4]:
+        grad_bias = grad.sum(0, dtype=torch.float32).to(bias.dtype)
+    return grad_a, None, grad_b, None, grad_bias, *[None] * 7
+
+
+def _weight_gradient(grad, source, offsets, ends, dtype, backend, grad_format, shared):
+    """dB (G, N, K): for each group of rows, dDᵀ · A."""
+    packed_grad, packed_offsets = pack_k_groups(grad.t(), offsets, ends)
+    packed_source, _ = pack_k_groups(source.t(), offsets, ends)
+    quantize_op = torch.ops.fp8_gemm.quantize
+    return torch.ops.fp8_gemm.k_grouped(
+        *quantize_op(packed_grad, ACTIVATION, grad_format, 0, False), *quantize_op(packed_source, ACTIVATION, "e4m3", 0, False),
+        packed_offsets, None, torch.float32, backend, grad_format, shared,
+    ).to(dtype)  # fmt: skip
+
+
+def _grouped_backward(ctx, grad):
+    a, a_scale, b, b_scale, offsets, ends, recipe_a, recipe_b, _, _, backend, grad_format, options = _inputs(ctx)
+    shared = _shared_options(options)
+    grad_a = grad_b = None
+    if ctx.needs_input_grad[0]:
+        grad_a = torch.ops.fp8_gemm.grouped(
+            *torch.ops.fp8_gemm.quantize(grad, ACTIVATION, grad_format, 0, False), *_transposed_weight(b, b_scale, recipe_b),
+            offsets, ends, ACTIVATION, WEIGHT, a.dtype, 128, backend, grad_format, shared,
+        )  # fmt: skip
+    if ctx.needs_input_grad[2]:
+        grad_b = _weight_gradient(grad, _plain(a, a_scale, recipe_a), offsets, ends, b.dtype, backend, grad_format, shared)
+    return grad_a, None, grad_b, *[None] * 10
+
+
+def _masked_backward(ctx, grad):
+    a, a_scale, b, b_scale, masked_m, recipe_a, recipe_b, _, _, backend, grad_format, options = _inputs(ctx)
+    shared = _shared_options(options)
+    grad_a = grad_b = None
+    if ctx.needs_input_grad[0]:
+        grad_a = torch.ops.fp8_gemm.masked(
+            *torch.ops.fp8_gemm.quantize_grouped(grad, ACTIVATION, grad_format, 0, False),
+            *_transposed_weight(b, b_scale, recipe_b),
+            masked_m, ACTIVATION, WEIGHT, a.dtype, 128, backend, grad_format, shared,
+        )  # fmt: skip
+    if ctx.needs_input_grad[2]:
+        groups, rows = a.shape[:2]
+        offsets = torch.arange(groups + 1, dtype=torch.int32, device=a.device) * rows
+        source = _plain(a, a_scale, recipe_a)
+        grad_b = _weight_gradient(grad.flatten(0, 1), source.flatten(0, 1), offsets, offsets[:-1] + masked_m, b.dtype, backend,
+                                  grad_format, shared)  # fmt: skip
+    return grad_a, None, grad_b, *[None] * 9
+
+
+def _k_grouped_backward(ctx, grad):
+    """dA's columns of group g are dD[g] · B: with K as rows, a GEMM of contiguous groups. dB likewise."""
+    a, a_scale, b, b_scale, offsets, ends, _, backend, grad_format, options = _inputs(ctx)
+    shared = _shared_options(options)
+
+    def gradient(other, weights):
+        return torch.ops.fp8_gemm.grouped(
+            other.t(), None, *torch.ops.fp8_gemm.quantize_grouped(weights, WEIGHT, grad_format, 0, False), offsets, ends,
+            ACTIVATION, WEIGHT, a.dtype, 128, backend, grad_format, shared,
+        ).t()  # fmt: skip
+
+    grad_a = gradient(b, grad) if ctx.needs_input_grad[0] else None
+    grad_b = gradient(a, grad.mT) if ctx.needs_input_grad[2] else None
+    return grad_a, None, grad_b, *[None] * 7
+
+
+_BACKWARD = {"gemm": _gemm_backward, "grouped": _grouped_backward, "masked": _masked_backward, "k_grouped": _k_grouped_backward}
+for _name in _GEMMS:
+    _register(_name)
+_register_quantize("quantize", quantize)
+_register_quantize("quantize_grouped", quantize_grouped)
+
+
+# ---------------------------------------------------------------- calling
+
+
+def traced(*tensors: torch.Tensor | None) -> bool:
+    """Whether a call must go through the operators: gradients, tracing, fake or meta tensors. Plain calls save the detour."""
+    if torch.compiler.is_compiling():
+        return True
+    given = [tensor for tensor in tensors if tensor is not None]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+        return True
+    return any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta for tensor in given)
+
+
+def call(name: str, *arguments, grad_format: str, options: dict, out: torch.Tensor | None = None, accumulate: bool | None = None):
+    """Run the function or the operator ``name``. accumulate only for those that can, and with out."""
+    function = _GEMMS[name][0]
+    tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+    extra = () if accumulate is None else (accumulate,)
+    if not traced(*tensors, out):
+        return function(*arguments, options, out, *extra)
+    if out is None:
+        return getattr(torch.ops.fp8_gemm, name)(*arguments, grad_format, json.dumps(options))
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise ValueError("out is given and an input requires grad, but a result written in place has no gradient: call without "
+                         "out, or under torch.no_grad()")  # fmt: skip
+    getattr(torch.ops.fp8_gemm, f"{name}_out")(*arguments, *extra, json.dumps(options), out)
+    return out

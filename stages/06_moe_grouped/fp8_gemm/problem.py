@@ -1,0 +1,384 @@
+"""What is to be computed: one validated description, made on the host from shapes, strides and types.
+
+Everything behind it (plans, kernels, fallbacks) can rely on it and checks nothing again. Nothing here reads the values of
+a GPU tensor, so no check synchronises.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from fp8_gemm.quantize import GroupedTensor, ScaledTensor, format_of
+from hopperlab.quantize import BLOCK, RECIPES
+
+KINDS = ("dense", "contiguous", "masked", "k_grouped")
+RECIPE_PAIRS = (
+    ("1x128", "128x128"), ("1x128", "1x128"),
+    ("tensor", "tensor"), ("row", "row"), ("tensor", "row"), ("row", "tensor"),
+)  # fmt: skip
+WIDE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+LARGEST_SIZE = 2**31 - 1  # TMA coordinates are 32-bit signed integers (PTX ISA, cp.async.bulk.tensor)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One GEMM, D = A · Bᵀ, without its tensors. Hashable: plans are cached by it. Raises ValueError at construction.
+
+    kind         "dense", "contiguous" (rows of A in groups, a weight for each), "masked" (a padded A for each group) or
+                 "k_grouped" (K in groups, an output for each)
+    m            rows of A; masked: rows of each group's A; k_grouped: rows of each output
+    n            rows of B, columns of D
+    k            summed over; k_grouped: over all groups together
+    recipe_a, b  how A and B are scaled; format_a, b  "e4m3" or "e5m2"
+    out_dtype    of D: bfloat16, float16, float32, float8_e4m3fn or float8_e5m2
+    bias         whether a vector (N,) is added, in FP32, after scaling
+    accumulate   whether D's old content is added, in FP32, after the bias
+    interval     K between promotions to FP32; None: one accumulator over all of K (only without block scales)
+    """
+
+    kind: str
+    m: int
+    n: int
+    k: int
+    groups: int = 1
+    recipe_a: str = "1x128"
+    recipe_b: str = "128x128"
+    format_a: str = "e4m3"
+    format_b: str = "e4m3"
+    out_dtype: torch.dtype = torch.bfloat16
+    bias: bool = False
+    accumulate: bool = False
+    interval: int | None = BLOCK
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise ValueError(f"kind is {self.kind!r}; allowed are {', '.join(map(repr, KINDS))}")
+        for name in ("m", "n", "k"):
+            size = getattr(self, name)
+            if not 0 <= size <= LARGEST_SIZE:
+                raise ValueError(f"{name} is {size}; allowed are 0 to 2^31 - 1, the coordinates of a TMA copy: split the {name} "
+                                 "dimension over several calls")  # fmt: skip
+        if self.groups < 1 or (self.kind == "dense" and self.groups != 1):
+            raise ValueError(f"groups is {self.groups}; a dense problem has 1, a grouped one at least 1")
+        if self.kind == "masked" and self.groups * self.m > LARGEST_SIZE:
+            raise ValueError(f"groups is {self.groups} and m {self.m}; their product must stay below 2^31: split the groups")
+        for name in ("recipe_a", "recipe_b"):
+            if getattr(self, name) not in RECIPES:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are {', '.join(map(repr, RECIPES))}")
+        if (self.recipe_a, self.recipe_b) not in RECIPE_PAIRS:
+            raise ValueError(f"recipe is ({self.recipe_a!r}, {self.recipe_b!r}); allowed are "
+                             + ", ".join(f"({a!r}, {b!r})" for a, b in RECIPE_PAIRS)
+                             + ": quantise a and b by one of these pairs")  # fmt: skip
+        if self.kind == "k_grouped" and (self.recipe_a, self.recipe_b) != ("1x128", "1x128"):
+            raise ValueError(f"recipe is ({self.recipe_a!r}, {self.recipe_b!r}); a k_grouped problem takes ('1x128', '1x128'), "
+                             "both scaled along K: quantize_k_grouped(x, offsets) makes such operands")  # fmt: skip
+        format_of(self.format_a), format_of(self.format_b)
+        self._check_interval()
+        if self.out_dtype not in WIDE_DTYPES + FP8_DTYPES:
+            raise ValueError(f"out_dtype is {self.out_dtype}; allowed are {', '.join(map(str, WIDE_DTYPES + FP8_DTYPES))}")
+        if self.accumulate and self.out_dtype in FP8_DTYPES:
+            raise ValueError(f"out_dtype is {self.out_dtype} while accumulating; FP8 is too coarse to add to: "
+                             "accumulate in float32 and quantize the result")  # fmt: skip
+        if self.bias and self.kind != "dense":
+            raise ValueError(f"bias is given for a {self.kind} problem; only dense ones take it: add it to the result")
+
+    def _check_interval(self):
+        if self.interval is None:
+            if self.block_scaled:
+                raise ValueError(f"interval is None, but scales change every {BLOCK} of K, where the accumulator must be promoted: "
+                                 f"pass interval={BLOCK}, or quantise per tensor or per row")  # fmt: skip
+            return
+        if isinstance(self.interval, bool) or not isinstance(self.interval, int) or self.interval < 1 or self.interval % BLOCK:
+            raise ValueError(f"interval is {self.interval!r}; allowed are multiples of {BLOCK}"
+                             + ("" if self.block_scaled else " and None"))  # fmt: skip
+        if self.block_scaled and self.interval != BLOCK:
+            raise ValueError(f"interval is {self.interval}, but scales change every {BLOCK} of K: pass interval={BLOCK}")
+
+    @property
+    def block_scaled(self) -> bool:
+        """Whether scales change along K."""
+        return self.recipe_a == "1x128"
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """(M, N), or (groups, M, N) for masked and k_grouped problems."""
+        return (self.groups, self.m, self.n) if self.kind in ("masked", "k_grouped") else (self.m, self.n)
+
+    @property
+    def flops(self) -> int:
+        """2 · M · N · K; masked: as if every row of every group counted."""
+        return 2 * self.m * self.n * self.k * (self.groups if self.kind == "masked" else 1)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The tensors of one problem, plain and on one device. Elements lie side by side along K; rows may have any pitch.
+
+    a, a_scale  (M, K), masked (G, M, K); scales contiguous, shape of its recipe (masked: for each group)
+    b, b_scale  (N, K); contiguous and masked problems (G, N, K), and scales for each group
+    bias        (N,) float32, contiguous
+    offsets     (G + 1,) int32. contiguous: group g is rows offsets[g] … offsets[g + 1] - 1 of A, later rows belong to none.
+                k_grouped: the same of K, and every offset is a multiple of 128 or K itself
+    ends        (G,) int32, contiguous problems only: group g stops before row ends[g] instead of offsets[g + 1]
+    masked_m    (G,) int32: group g is rows 0 … masked_m[g] - 1
+
+    Rows of the output that belong to no group are left as they are.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    a_scale: torch.Tensor
+    b_scale: torch.Tensor
+    bias: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+    ends: torch.Tensor | None = None
+    masked_m: torch.Tensor | None = None
+
+
+# The type each kind's operands must have, and what makes it.
+_OPERAND_TYPES = {
+    "dense": (ScaledTensor, ScaledTensor), "contiguous": (ScaledTensor, GroupedTensor),
+    "masked": (GroupedTensor, GroupedTensor), "k_grouped": (ScaledTensor, ScaledTensor),
+}  # fmt: skip
+_MAKER = {ScaledTensor: "quantize", GroupedTensor: "quantize_grouped"}
+
+
+def describe(
+    kind: str, a, b, *, bias: torch.Tensor | None = None, offsets: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None, masked_m: torch.Tensor | None = None, accumulate: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16, interval: int | None = BLOCK,
+) -> tuple[Problem, Operands]:  # fmt: skip
+    """The problem that quantised operands pose, and their tensors; everything about them checked.
+
+    a and b are ScaledTensors (M, K) and (N, K); b of a contiguous problem, and both of a masked one, are GroupedTensors.
+    offsets, ends and masked_m as in Operands. Where group tensors are on the CPU their values are checked as well.
+    Raises TypeError or ValueError that names the argument, what was given, what is allowed, and the fix.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}; allowed are {', '.join(map(repr, KINDS))}")
+    for name, operand, wanted in zip("ab", (a, b), _OPERAND_TYPES[kind]):
+        if not isinstance(operand, wanted):
+            raise TypeError(f"{name} is a {type(operand).__name__}; a {kind} problem takes a {wanted.__name__}: "
+                            f"{_MAKER[wanted]}({name}, recipe)")  # fmt: skip
+        _check_k_major(f"{name}.data", operand.data)
+    if a.k != b.k:
+        raise ValueError(f"b has shape {tuple(b.data.shape)} and a {tuple(a.data.shape)}; their last dimension, K, must be equal: "
+                         "A is (M, K), B is (N, K); transpose b before quantising it")  # fmt: skip
+    for name, tensor in (("b", b.data), ("bias", bias), ("offsets", offsets), ("ends", ends), ("masked_m", masked_m)):
+        if tensor is not None:
+            _check_device(name, tensor, a.device)
+
+    groups = _count_groups(kind, a, b, offsets)
+    if kind in ("contiguous", "k_grouped"):
+        _check_group_tensor("offsets", offsets, groups + 1)
+        if ends is not None:
+            _check_group_tensor("ends", ends, groups)
+    if kind == "masked":
+        _check_group_tensor("masked_m", masked_m, groups)
+    problem = Problem(
+        kind, a.rows, b.rows, a.k, groups, a.recipe, b.recipe, a.format.name, b.format.name, out_dtype,
+        bias is not None, accumulate, interval,
+    )  # fmt: skip
+    if bias is not None:
+        bias = _check_bias(bias, problem.n)
+    operands = Operands(a.data, b.data, a.scale, b.scale, bias, offsets, ends, masked_m)
+    if _is_readable(a.data):
+        check_group_values(problem, offsets, ends, masked_m)
+    return problem, operands
+
+
+def row_groups(
+    groups: int, rows: int, *, offsets: torch.Tensor | None = None, counts: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """(offsets, ends) as in Operands from any one of the three ways to say which rows belong to which group.
+
+    offsets  (groups + 1,) int32: cumulated sizes with a 0 in front; returned as they are
+    counts   (groups,) int32 or int64: the sizes
+    indices  (rows,) int32: the group of each row, ascending, rows of a group side by side; -1 for rows of no group
+
+    Everything is computed on the device. Raises TypeError or ValueError; values are checked on the CPU only.
+    """
+    given = {"offsets": offsets, "counts": counts, "indices": indices}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) != 1:
+        raise ValueError(f"{', '.join(names) or 'none of offsets, counts, indices'} given; pass exactly one of offsets, counts, indices")
+    if not isinstance(given[names[0]], torch.Tensor):
+        raise TypeError(f"{names[0]} is a {type(given[names[0]]).__name__}; it must be a tensor on the device of a: "
+                        f"torch.tensor({names[0]}, dtype=torch.int32, device=a.device)")  # fmt: skip
+    if offsets is not None:
+        return offsets, None
+    if counts is not None:
+        if counts.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"counts has dtype {counts.dtype}; it must be int32 or int64: pass counts.int()")
+        if tuple(counts.shape) != (groups,):
+            raise ValueError(f"counts has shape {tuple(counts.shape)}; b has {groups} groups: it must be ({groups},)")
+        if _is_readable(counts) and (counts < 0).any():
+            group = int((counts < 0).nonzero()[0])
+            raise ValueError(f"counts[{group}] is {int(counts[group])}; sizes are 0 or more")
+        return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(), None
+    _check_group_tensor("indices", indices, rows, what=f"a has {rows} rows")
+    if _is_readable(indices):
+        _check_indices(indices, groups)
+    # A row of no group belongs, as far as the order goes, to the group before it.
+    reached = indices.cummax(0).values if rows else indices
+    group = torch.arange(groups, dtype=torch.int32, device=indices.device)
+    starts = torch.searchsorted(reached, group, out_int32=True)
+    sizes = torch.zeros(groups, dtype=torch.int32, device=indices.device)
+    sizes.scatter_add_(0, indices.clamp_min(0).long(), (indices >= 0).int())
+    return torch.cat([starts, starts.new_full((1,), rows)]), starts + sizes
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    """Whether values can be looked at without waiting for a device, and at all: not while tracing."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and type(tensor) is torch.Tensor
+
+
+def _check_indices(indices: torch.Tensor, groups: int) -> None:
+    outside = ((indices < -1) | (indices >= groups)).nonzero()
+    if len(outside):
+        row = int(outside[0])
+        raise ValueError(f"indices[{row}] is {int(indices[row])}; b has {groups} groups: allowed are -1 (no group) and 0 to {groups - 1}")
+    previous, gap = -1, False
+    for row, value in enumerate(indices.tolist()):
+        if value == -1:
+            gap = True
+            continue
+        if value < previous:
+            raise ValueError(f"indices[{row}] is {value} after {previous}; rows must be sorted by group: "
+                             "order = indices.argsort(stable=True), a[order], indices[order]")  # fmt: skip
+        if value == previous and gap:
+            raise ValueError(f"indices[{row}] is {value}, as before a -1; rows of a group must be neighbours: "
+                             "put its padding after its last row")  # fmt: skip
+        previous, gap = value, False
+
+
+def _count_groups(kind, a, b, offsets) -> int:
+    if kind == "dense":
+        return 1
+    if kind == "k_grouped":
+        if not isinstance(offsets, torch.Tensor) or offsets.dim() != 1 or offsets.shape[0] < 2:
+            given = f"shape {tuple(offsets.shape)}" if isinstance(offsets, torch.Tensor) else type(offsets).__name__
+            raise ValueError(f"offsets is {given}; it must be an int32 tensor (groups + 1,) with at least one group")
+        return offsets.shape[0] - 1
+    if kind == "masked" and a.groups != b.groups:
+        raise ValueError(f"a has {a.groups} groups and b {b.groups}; every group of rows needs a weight: "
+                         f"a is (groups, max M, K), b is (groups, N, K)")  # fmt: skip
+    return b.groups
+
+
+def _check_k_major(name: str, data: torch.Tensor) -> None:
+    """Elements side by side along K, rows and groups one after another without overlap."""
+    steps = [(size, stride) for size, stride in zip(data.shape, data.stride())]
+    (k, k_step), rows = steps[-1], steps[:-1]
+    extent = k
+    plain = k <= 1 or k_step == 1
+    for size, stride in reversed(rows):
+        plain &= size <= 1 or stride >= extent
+        extent = max(extent, size * stride)
+    if data.numel() and not plain:
+        what = f"{name} has strides {data.stride()} for shape {tuple(data.shape)}"
+        if k > 1 and data.stride(-2) == 1:
+            raise ValueError(f"{what}: it is a transposed view, but FP8 wgmma reads both operands along K (K-major): "
+                             f"quantise x.t() itself, or pass {name}.contiguous() with the scales it has")  # fmt: skip
+        raise ValueError(f"{what}; elements must be side by side along K (stride 1) and rows must not overlap: "
+                         f"pass {name}.contiguous()")  # fmt: skip
+
+
+def _check_device(name: str, tensor, device: torch.device) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor on {device}")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device} and a on {device}; they must be on one device: pass {name}.to('{device}')")
+
+
+def _check_group_tensor(name: str, tensor: torch.Tensor | None, length: int, what: str = "") -> None:
+    if tensor is None:
+        raise ValueError(f"{name} is None; it must be an int32 tensor ({length},) that tells the groups apart")
+    if tensor.dtype != torch.int32:
+        raise TypeError(f"{name} has dtype {tensor.dtype}; it must be int32: pass {name}.int()")
+    if tuple(tensor.shape) != (length,):
+        what = what or f"there are {length - (name == 'offsets')} groups"
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; {what}: it must be ({length},)")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} has stride {tensor.stride(0)}; it must be contiguous: pass {name}.contiguous()")
+
+
+def _check_bias(bias: torch.Tensor, n: int) -> torch.Tensor:
+    """As kernels take it: float32 and contiguous."""
+    if bias.dtype not in WIDE_DTYPES:
+        raise TypeError(f"bias has dtype {bias.dtype}; allowed are bfloat16, float16 and float32: pass bias.float()")
+    if tuple(bias.shape) != (n,):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be ({n},), one number for each column of the output: "
+                         "pass bias.reshape(-1) or check b")  # fmt: skip
+    return bias.detach().float().contiguous()
+
+
+def check_out(problem: Problem, operands: Operands, out: torch.Tensor, name: str = "out") -> None:
+    """Refuse an output tensor that a kernel cannot write: type, shape, strides, device, memory shared with an input."""
+    _check_device(name, out, operands.a.device)
+    if out.dtype != problem.out_dtype:
+        raise TypeError(f"{name} has dtype {out.dtype}; this call computes {problem.out_dtype}: pass out_dtype={out.dtype}, "
+                        f"or {name}.to({problem.out_dtype})")  # fmt: skip
+    if tuple(out.shape) != problem.out_shape:
+        hint = ": it is transposed, pass a row-major (M, N)" if tuple(out.shape) == problem.out_shape[::-1] else ""
+        raise ValueError(f"{name} has shape {tuple(out.shape)}; a and b give {problem.out_shape}{hint}")
+    if out.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} requires grad, but a result written in place has no gradient: pass {name}.detach(), or no {name}")
+    extent = 1
+    for size, stride in reversed(list(zip(out.shape, out.stride()))):
+        if size > 1 and (stride < extent or (extent == 1 and stride != 1 and out.shape[-1] > 1)):
+            raise ValueError(f"{name} has strides {out.stride()} for shape {tuple(out.shape)}; a row's elements must be side by side "
+                             f"and rows must not overlap: pass {name}.contiguous() and copy back, or no {name}")  # fmt: skip
+        extent = max(extent, size * stride)
+    for other in ("a", "b", "a_scale", "b_scale", "bias", "offsets", "ends", "masked_m"):
+        tensor = getattr(operands, other)
+        if tensor is not None and _share_memory(out, tensor):
+            raise ValueError(f"{name} shares memory with {other}, which the kernel reads while it writes {name}: "
+                             f"pass {name}=torch.empty(...) of its own")  # fmt: skip
+
+
+def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether the address ranges from first to last element meet. Interleaved views count as shared."""
+    if x.numel() == 0 or y.numel() == 0:
+        return False
+    (x_start, x_end), (y_start, y_end) = _address_range(x), _address_range(y)
+    return x_start < y_end and y_start < x_end
+
+
+def _address_range(x: torch.Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
+def check_group_values(
+    problem: Problem, offsets: torch.Tensor | None, ends: torch.Tensor | None, masked_m: torch.Tensor | None
+) -> None:
+    """Check the numbers in Operands' group tensors. Reads them, so on a GPU it waits for the device. Raises ValueError."""
+    if problem.kind in ("contiguous", "k_grouped"):
+        _check_offsets(problem, offsets.tolist(), None if ends is None else ends.tolist())
+    if problem.kind == "masked":
+        for group, rows in enumerate(masked_m.tolist()):
+            if not 0 <= rows <= problem.m:
+                raise ValueError(f"masked_m[{group}] is {rows}; a has {problem.m} rows for each group: allowed are 0 to {problem.m}, "
+                                 "make a larger or drop rows")  # fmt: skip
+
+
+def _check_offsets(problem: Problem, offsets: list[int], ends: list[int] | None) -> None:
+    name, limit = ("M", problem.m) if problem.kind == "contiguous" else ("K", problem.k)
+    if offsets[0] < 0 or (offsets[0] != 0 and ends is None):
+        raise ValueError(f"offsets[0] is {offsets[0]}; the first group starts at 0: offsets are the cumulated sizes with a 0 in front")
+    for group, (start, stop) in enumerate(zip(offsets, offsets[1:])):
+        if stop < start:
+            raise ValueError(f"offsets[{group + 1}] is {stop} and offsets[{group}] {start}; offsets must not decrease: "
+                             "pass the cumulated sizes, or counts= for sizes")  # fmt: skip
+        if ends is not None and not start <= ends[group] <= stop:
+            raise ValueError(f"ends[{group}] is {ends[group]}; group {group} lies in {start} to {stop}: allowed are these")
+    if offsets[-1] > limit:
+        raise ValueError(f"offsets[{len(offsets) - 1}] is {offsets[-1]}; a has {name} = {limit}: allowed are 0 to {limit}")
+    if problem.kind == "k_grouped":
+        for group, start in enumerate(offsets):
+            if start % BLOCK and start != problem.k:
+                raise ValueError(f"offsets[{group}] is {start}, no multiple of {BLOCK}, so a scale block would span two groups: "
+                                 "quantize_k_grouped(x, offsets) moves groups apart, or pass plain tensors")  # fmt: skip

@@ -8,7 +8,7 @@ A plain operand has a gradient, a quantised one has none. Gradients are FP8 GEMM
 weights scaled 128x128, dB in FP32 from two operands scaled 1x128 along the dimension that is summed over.
 """
 
-import json
+import ast
 
 import torch
 
@@ -82,7 +82,7 @@ def k_grouped(a, a_scale, b, b_scale, offsets, ends, out_dtype, backend, options
 
 
 # ---------------------------------------------------------------- registering
-# options is a dict as JSON, because operators take no dictionaries: plan overrides, exact, batch_invariant.
+# options (plan overrides, exact, batch_invariant) travel as text, because operators take no dictionaries.
 
 _OPERANDS = "Tensor a, Tensor? a_scale, Tensor b, Tensor? b_scale"
 _HOW = "str recipe_a, str recipe_b, ScalarType out_dtype, int? interval, str? backend, str options"
@@ -92,6 +92,15 @@ _GEMMS = {  # name: (function, what tells it apart in the schema, whether it can
     "masked": (masked, f"{_OPERANDS}, Tensor masked_m, {_HOW}", False),
     "k_grouped": (k_grouped, f"{_OPERANDS}, Tensor offsets, Tensor? ends, ScalarType out_dtype, str? backend, str options", True),
 }
+
+
+def encode(options: dict) -> str:
+    """"name=literal; name=literal". Not JSON: torch.compile can trace this."""
+    return "; ".join([f"{name}={value!r}" for name, value in options.items()])
+
+
+def decode(text: str) -> dict:
+    return {name: ast.literal_eval(value) for name, value in (item.split("=", 1) for item in text.split("; ") if item)}
 
 
 def _empty_result(name, a, b, group_tensor, out_dtype):
@@ -114,7 +123,7 @@ def _register(name: str) -> None:
         if name in ("grouped", "masked"):
             # Rows of no group: zeros, since what a loss reads of them must not be arbitrary where gradients are recorded.
             out = torch.zeros_like(fake(a, a_scale, b, b_scale, group_tensor, *rest, grad_format, options))
-        return function(a, a_scale, b, b_scale, group_tensor, *rest, json.loads(options), out)
+        return function(a, a_scale, b, b_scale, group_tensor, *rest, decode(options), out)
 
     def fake(a, a_scale, b, b_scale, group_tensor, *rest):
         out_dtype = next(value for value in rest if isinstance(value, torch.dtype))
@@ -124,9 +133,9 @@ def _register(name: str) -> None:
         *arguments, options, out = arguments
         if accumulates:
             *arguments, accumulate = arguments
-            function(*arguments, json.loads(options), out, accumulate)
+            function(*arguments, decode(options), out, accumulate)
         else:
-            function(*arguments, json.loads(options), out)
+            function(*arguments, decode(options), out)
 
     with_grad_format = schema.replace("str options", "str grad_format, str options")
     operator = torch.library.custom_op(f"fp8_gemm::{name}", compute, mutates_args=(), schema=f"({with_grad_format}) -> Tensor")
@@ -170,7 +179,7 @@ def _inputs(ctx) -> list:
 
 def _shared_options(options: str) -> str:
     """What a gradient inherits of the options: not the plan, which was made for another shape."""
-    return json.dumps({name: value for name, value in json.loads(options).items() if name in ("exact", "batch_invariant")})
+    return encode({name: value for name, value in decode(options).items() if name in ("exact", "batch_invariant")})
 
 
 def _plain(data, scale, recipe):
@@ -293,9 +302,9 @@ def call(name: str, *arguments, grad_format: str, options: dict, out: torch.Tens
     if not traced(*tensors, out):
         return function(*arguments, options, out, *extra)
     if out is None:
-        return getattr(torch.ops.fp8_gemm, name)(*arguments, grad_format, json.dumps(options))
+        return getattr(torch.ops.fp8_gemm, name)(*arguments, grad_format, encode(options))
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise ValueError("out is given and an input requires grad, but a result written in place has no gradient: call without "
                          "out, or under torch.no_grad()")  # fmt: skip
-    getattr(torch.ops.fp8_gemm, f"{name}_out")(*arguments, *extra, json.dumps(options), out)
+    getattr(torch.ops.fp8_gemm, f"{name}_out")(*arguments, *extra, encode(options), out)
     return out

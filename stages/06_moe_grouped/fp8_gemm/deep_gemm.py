@@ -1,0 +1,309 @@
+"""The names DeepGEMM's users call, with its argument order: its FP8 functions for SM90, on this library.
+
+    import fp8_gemm.deep_gemm as deep_gemm      # instead of: import deep_gemm
+
+Operands are pairs (FP8 data, float32 scales); results are written to d. What differs: any backend runs them, the CPU included;
+any M, N, K and group sizes are right, so alignments are offered only because callers lay buffers out by them; scales of A may
+be row-major or as get_mn_major_tma_aligned_tensor makes them; the casts saturate and have no floor under the scale.
+The API followed is that of DeepGEMM 2.x, with the names of its first release as well.
+"""
+
+import torch
+
+from fp8_gemm import ops
+from fp8_gemm.gemm import gemm
+from fp8_gemm.grouped import grouped_gemm, k_grouped_gemm, masked_gemm
+from fp8_gemm.quantize import GroupedTensor, ScaledTensor, quantize
+from hopperlab.quantize import BLOCK, TMA_ALIGNMENT
+from hopperlab.reference import calc_diff
+
+__all__ = [
+    "align", "calc_diff", "ceil_div", "fp8_gemm_nn", "fp8_gemm_nt", "fp8_gemm_tn", "fp8_gemm_tt", "fp8_m_grouped_gemm_nt_masked",
+    "gemm_fp8_fp8_bf16_nt", "get_col_major_tma_aligned_tensor", "get_m_alignment_for_contiguous_layout",
+    "get_mk_alignment_for_contiguous_layout", "get_mn_major_tma_aligned_tensor", "get_num_sms", "get_tma_aligned_size",
+    "k_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nn_contiguous", "m_grouped_fp8_gemm_nt_contiguous",
+    "m_grouped_fp8_gemm_nt_masked", "m_grouped_gemm_fp8_fp8_bf16_nt_contiguous", "m_grouped_gemm_fp8_fp8_bf16_nt_masked",
+    "per_block_cast_to_fp8", "per_channel_cast_to_fp8", "per_token_cast_to_fp8", "set_num_sms", "transform_sf_into_required_layout",
+    "wgrad_gemm_fp8_fp8_fp32_nt",
+]  # fmt: skip
+
+Operand = tuple[torch.Tensor, torch.Tensor]
+WEIGHT_RECIPES = {128: "128x128", 1: "1x128"}  # by the granularity along N
+CONTIGUOUS_ALIGNMENT = 128  # rows to which DeepGEMM's callers pad each group; nothing here needs it
+_num_sms: int | None = None
+
+
+# ---------------------------------------------------------------- dense
+
+
+def fp8_gemm_nt(
+    a: Operand, b: Operand, d: torch.Tensor, c: torch.Tensor | None = None, recipe: tuple[int, int, int] | None = None, *,
+    recipe_a: tuple[int, int] | None = None, recipe_b: tuple[int, int] | None = None, compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+) -> None:  # fmt: skip
+    """d (M, N) = a (M, K) · b (N, K)ᵀ + c. Scales of a (M, ceil(K/128)); of b (ceil(N/128), ceil(K/128)), or with recipe
+    (1, 1, 128) (N, ceil(K/128)). d and c are of one type, bfloat16, float16 or float32; c may be d.
+
+    compiled_dims and disable_ue8m0_cast change nothing here: no size is compiled in, and SM90 scales stay float32.
+    """
+    recipe_of_b = _recipe_of_b(recipe, recipe_a, recipe_b)
+    operands = _matrix("a", a, "1x128"), _matrix("b", b, recipe_of_b)
+    gemm(*operands, c=c, out=d, out_dtype=_dtype("d", d), **_overrides(d))
+
+
+def fp8_gemm_nn(a: Operand, b: Operand, d: torch.Tensor, c=None, recipe=None, **options) -> None:
+    """As fp8_gemm_nt with b (K, N) and its scales transposed. FP8 wgmma reads along K: b must be a view of a K-major tensor."""
+    fp8_gemm_nt(a, _transposed(b), d, c, recipe, **options)
+
+
+def fp8_gemm_tn(a: Operand, b: Operand, d: torch.Tensor, c=None, recipe=None, **options) -> None:
+    """As fp8_gemm_nn with a (K, M) as well."""
+    fp8_gemm_nt(_transposed(a), _transposed(b), d, c, recipe, **options)
+
+
+def fp8_gemm_tt(a: Operand, b: Operand, d: torch.Tensor, c=None, recipe=None, **options) -> None:
+    """As fp8_gemm_nt with a (K, M)."""
+    fp8_gemm_nt(_transposed(a), b, d, c, recipe, **options)
+
+
+def gemm_fp8_fp8_bf16_nt(lhs: Operand, rhs: Operand, out: torch.Tensor) -> None:
+    """fp8_gemm_nt by its first name."""
+    fp8_gemm_nt(lhs, rhs, out)
+
+
+def wgrad_gemm_fp8_fp8_fp32_nt(lhs: Operand, rhs: Operand, out: torch.Tensor) -> None:
+    """out (M, N) float32 += lhs · rhsᵀ, both scaled 1x128 along K."""
+    fp8_gemm_nt(lhs, rhs, out, c=out, recipe=(1, 1, 128))
+
+
+# ---------------------------------------------------------------- groups
+
+
+def m_grouped_fp8_gemm_nt_contiguous(
+    a: Operand, b: Operand, d: torch.Tensor, grouped_layout: torch.Tensor, recipe: tuple[int, int, int] | None = None, *,
+    recipe_a: tuple[int, int] | None = None, recipe_b: tuple[int, int] | None = None, compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False, use_psum_layout: bool = False, expected_m_for_psum_layout: int | None = None,
+) -> None:  # fmt: skip
+    """d (M, N): each row of a (M, K) times the b (G, N, K) of its group.
+
+    grouped_layout  (M,) int32: the group of each row, ascending, -1 for padding, whose rows of d keep what they hold; or with
+                    use_psum_layout (G,) int32: where each group ends, each starting at the last end rounded up to the alignment
+    """
+    activations, weights = _matrix("a", a, "1x128"), _stack("b", b, _recipe_of_b(recipe, recipe_a, recipe_b))
+    if not use_psum_layout:
+        grouped_gemm(activations, weights, indices=grouped_layout, out=d, out_dtype=_dtype("d", d), **_overrides(d))
+        return
+    if tuple(grouped_layout.shape) != (weights.groups,) or grouped_layout.dtype != torch.int32:
+        raise ValueError(f"grouped_layout is {grouped_layout.dtype} of shape {tuple(grouped_layout.shape)}; with use_psum_layout it "
+                         f"must be int32 ({weights.groups},), where each group ends")  # fmt: skip
+    starts = torch.nn.functional.pad(align(grouped_layout[:-1], CONTIGUOUS_ALIGNMENT), (1, 0)).clamp_max(activations.rows)
+    ends = torch.maximum(grouped_layout, starts)  # an empty group may end where the group before it did
+    offsets = torch.nn.functional.pad(starts, (0, 1), value=activations.rows)
+    ops.call("grouped", activations.data, activations.scale, weights.data, weights.scale, offsets, ends, "1x128",
+             weights.recipe, _dtype("d", d), BLOCK, None, grad_format="e4m3", options=_overrides(d), out=d)  # fmt: skip
+
+
+def m_grouped_fp8_gemm_nn_contiguous(a: Operand, b: Operand, d: torch.Tensor, grouped_layout: torch.Tensor, recipe=None, **options) -> None:
+    """As m_grouped_fp8_gemm_nt_contiguous with b (G, K, N) and its scales transposed; b a view of a K-major tensor."""
+    m_grouped_fp8_gemm_nt_contiguous(a, _transposed(b), d, grouped_layout, recipe, **options)
+
+
+def m_grouped_fp8_gemm_nt_masked(
+    a: Operand, b: Operand, d: torch.Tensor, masked_m: torch.Tensor, expected_m: int,
+    recipe: tuple[int, int, int] | None = None, *, recipe_a: tuple[int, int] | None = None,
+    recipe_b: tuple[int, int] | None = None, compiled_dims: str = "nk", disable_ue8m0_cast: bool = False,
+) -> None:  # fmt: skip
+    """d (G, max M, N): the first masked_m[g] rows of a[g] (max M, K) times b[g] (N, K) transposed; later rows keep what they hold.
+
+    expected_m, the rows a group usually has, is a hint that this library's plans do not need.
+    """
+    weights = _stack("b", b, _recipe_of_b(recipe, recipe_a, recipe_b))
+    masked_gemm(_stack("a", a, "1x128"), weights, masked_m, out=d, out_dtype=_dtype("d", d), **_overrides(d))
+
+
+def fp8_m_grouped_gemm_nt_masked(a, b, d, masked_m, expected_m, recipe=None, **options) -> None:
+    """m_grouped_fp8_gemm_nt_masked by its name in DeepGEMM 2.0."""
+    m_grouped_fp8_gemm_nt_masked(a, b, d, masked_m, expected_m, recipe, **options)
+
+
+def m_grouped_gemm_fp8_fp8_bf16_nt_contiguous(lhs: Operand, rhs: Operand, out: torch.Tensor, m_indices: torch.Tensor) -> None:
+    """m_grouped_fp8_gemm_nt_contiguous by its first name."""
+    m_grouped_fp8_gemm_nt_contiguous(lhs, rhs, out, m_indices)
+
+
+def m_grouped_gemm_fp8_fp8_bf16_nt_masked(lhs: Operand, rhs: Operand, out: torch.Tensor, masked_m: torch.Tensor, expected_m: int) -> None:
+    """m_grouped_fp8_gemm_nt_masked by its first name."""
+    m_grouped_fp8_gemm_nt_masked(lhs, rhs, out, masked_m, expected_m)
+
+
+def k_grouped_fp8_gemm_nt_contiguous(
+    a: Operand, b: Operand, d: torch.Tensor, ks: list[int], ks_tensor: torch.Tensor, c: torch.Tensor | None = None,
+    recipe: tuple[int, int, int] = (1, 1, 128), *, compiled_dims: str = "mn", use_psum_layout: bool = False,
+) -> None:  # fmt: skip
+    """d[g] (M, N) = a[g] (M, ks[g]) · b[g] (N, ks[g])ᵀ + c[g], for each group; d and c (G, M, N).
+
+    a, b       data flat: the groups' matrices one after another, each (M, ks[g]) row-major; scales (sum of ks / 128, M or N)
+    ks         multiples of 128, 0 included, on the host
+    ks_tensor  (G,) int32: the same on the device
+
+    Copies a and b into one (M, sum of ks): call k_grouped_gemm with that layout to save the copy.
+    """
+    if tuple(recipe) != (1, 1, BLOCK) or use_psum_layout:
+        raise ValueError(f"recipe is {recipe} and use_psum_layout {use_psum_layout}; SM90 has (1, 1, 128) without it")
+    if d.dim() != 3 or d.shape[0] != len(ks):
+        raise ValueError(f"d has shape {tuple(d.shape)} and ks {len(ks)} entries; d must be (groups, M, N)")
+    for group, size in enumerate(ks):
+        if size < 0 or size % BLOCK:
+            raise ValueError(f"ks[{group}] is {size}; allowed are multiples of {BLOCK}: pad the group with zeros, or call "
+                             "k_grouped_gemm, which takes any sizes")  # fmt: skip
+    if tuple(ks_tensor.shape) != (len(ks),) or ks_tensor.dtype != torch.int32:
+        raise ValueError(f"ks_tensor is {ks_tensor.dtype} of shape {tuple(ks_tensor.shape)}; it must be int32 ({len(ks)},), ks on the device")
+    operands = [_k_groups(name, operand, rows, ks) for name, operand, rows in (("a", a, d.shape[1]), ("b", b, d.shape[2]))]
+    offsets = torch.nn.functional.pad(ks_tensor.cumsum(0), (1, 0)).int()
+    k_grouped_gemm(*operands, offsets, c=c, out=d, out_dtype=_dtype("d", d), **_overrides(d))
+
+
+def _k_groups(name: str, operand: Operand, rows: int, ks: list[int]) -> ScaledTensor:
+    data, scale = _pair(name, operand)
+    total = sum(ks)
+    if data.numel() != rows * total or not data.is_contiguous():
+        raise ValueError(f"{name}[0] has {data.numel()} elements, strides {data.stride()}; it must be contiguous, {rows} x {total} elements")
+    if tuple(scale.shape) != (total // BLOCK, rows):
+        raise ValueError(f"{name}[1] has shape {tuple(scale.shape)}; it must be {(total // BLOCK, rows)}, a row of scales for each K block")
+    groups = data.view(torch.uint8).flatten().split([rows * size for size in ks])  # bytes: not every torch can join FP8
+    side_by_side = torch.cat([group.view(rows, size) for group, size in zip(groups, ks)], dim=1)
+    return ScaledTensor(side_by_side.view(data.dtype), scale.t().contiguous(), "1x128")
+
+
+# ---------------------------------------------------------------- operands
+
+
+def _pair(name: str, operand) -> Operand:
+    if not isinstance(operand, (tuple, list)) or len(operand) != 2 or not all(isinstance(x, torch.Tensor) for x in operand):
+        raise TypeError(f"{name} is {type(operand).__name__}; it must be a pair (FP8 data, float32 scales): per_token_cast_to_fp8(x)")
+    return operand[0], operand[1]
+
+
+def _matrix(name: str, operand: Operand, recipe: str) -> ScaledTensor:
+    data, scale = _pair(name, operand)
+    return ScaledTensor(data, scale.contiguous(), recipe)
+
+
+def _stack(name: str, operand: Operand, recipe: str) -> GroupedTensor:
+    data, scale = _pair(name, operand)
+    return GroupedTensor(data, scale.contiguous(), recipe)
+
+
+def _transposed(operand: Operand) -> Operand:
+    data, scale = _pair("operand", operand)
+    return data.mT, scale.mT
+
+
+def _recipe_of_b(recipe, recipe_a, recipe_b) -> str:
+    """"128x128" or "1x128" from DeepGEMM's granularities (M, N, K), or (M, K) and (N, K)."""
+    if recipe is None and recipe_a is not None and recipe_b is not None:
+        recipe = (recipe_a[0], recipe_b[0], recipe_a[1] if recipe_a[1] == recipe_b[1] else None)
+    recipe = (1, 128, 128) if recipe is None else tuple(recipe)
+    if len(recipe) != 3 or recipe[0] != 1 or recipe[1] not in WEIGHT_RECIPES or recipe[2] != BLOCK:
+        raise ValueError(f"recipe is {recipe}; SM90 has (1, 128, 128) and (1, 1, 128)")
+    return WEIGHT_RECIPES[recipe[1]]
+
+
+def _dtype(name: str, d: torch.Tensor) -> torch.dtype:
+    if not isinstance(d, torch.Tensor):
+        raise TypeError(f"{name} is a {type(d).__name__}; it must be the torch.Tensor that takes the result")
+    return d.dtype
+
+
+def _overrides(d: torch.Tensor) -> dict:
+    return {"num_sms": _num_sms} if _num_sms is not None and d.is_cuda else {}
+
+
+# ---------------------------------------------------------------- helpers
+
+
+def ceil_div(x: int, y: int) -> int:
+    """x / y rounded up."""
+    return -(-x // y)
+
+
+def align(x: int, y: int) -> int:
+    """x rounded up to a multiple of y."""
+    return ceil_div(x, y) * y
+
+
+def set_num_sms(num_sms: int) -> None:
+    """Let kernels use only so many SMs from now on; others stay free for communication. No effect on a CPU."""
+    global _num_sms
+    available = _available_sms()
+    if not 0 < num_sms <= available:
+        raise ValueError(f"num_sms is {num_sms}; allowed are 1 to {available}")
+    _num_sms = num_sms
+
+
+def get_num_sms() -> int:
+    """What set_num_sms set, else all SMs of the current device (132, an H200's, without a GPU)."""
+    return _num_sms or _available_sms()
+
+
+def _available_sms() -> int:
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count if torch.cuda.is_available() else 132
+
+
+def get_m_alignment_for_contiguous_layout() -> int:
+    """Rows to which callers pad the groups of a contiguous layout, 128 as in DeepGEMM. Nothing here needs the padding."""
+    return CONTIGUOUS_ALIGNMENT
+
+
+get_mk_alignment_for_contiguous_layout = get_m_alignment_for_contiguous_layout
+
+
+def get_tma_aligned_size(x: int, element_size: int) -> int:
+    """x elements rounded up to a multiple of 16 bytes."""
+    return align(x, TMA_ALIGNMENT // element_size)
+
+
+def get_mn_major_tma_aligned_tensor(sf: torch.Tensor) -> torch.Tensor:
+    """Scales (…, rows, K blocks) float32 with the same values, laid out M-major: strides (1, rows padded to 16 bytes)."""
+    if sf.dim() not in (2, 3) or sf.dtype != torch.float32:
+        raise ValueError(f"sf is {sf.dtype} of shape {tuple(sf.shape)}; it must be float32 (rows, K blocks) or (groups, rows, K blocks)")
+    *groups, rows, k_blocks = sf.shape
+    storage = sf.new_zeros(*groups, k_blocks, get_tma_aligned_size(rows, sf.element_size()))
+    out = storage.mT[..., :rows, :]
+    out.copy_(sf)
+    return out
+
+
+get_col_major_tma_aligned_tensor = get_mn_major_tma_aligned_tensor
+
+
+def transform_sf_into_required_layout(
+    sf: torch.Tensor, mn: int, k: int, recipe: tuple[int, ...], num_groups: int | None = None, is_sfa: bool | None = None,
+    disable_ue8m0_cast: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Scales in the layout SM90 kernels read: M-major if each row has its own, unchanged if 128 rows share one."""
+    if len(recipe) == 3 and is_sfa is None:
+        raise ValueError(f"is_sfa is None with recipe {tuple(recipe)}; it must say whether these are scales of A")
+    rows_per_scale = recipe[0] if len(recipe) == 2 or is_sfa else recipe[1]
+    wanted = (*([] if num_groups is None else [num_groups]), ceil_div(mn, rows_per_scale), ceil_div(k, recipe[-1]))
+    if tuple(sf.shape) != wanted:
+        raise ValueError(f"sf has shape {tuple(sf.shape)}; mn = {mn}, k = {k} and recipe {tuple(recipe)} need {wanted}")
+    return get_mn_major_tma_aligned_tensor(sf) if rows_per_scale == 1 else sf
+
+
+def per_token_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool = False) -> Operand:
+    """x (M, K) as e4m3 with a scale for each row and 128 of K: (M, K), (M, ceil(K/128)). use_ue8m0: powers of two."""
+    scaled = quantize(x, "1x128", power_of_two=use_ue8m0)
+    return scaled.data, scaled.scale
+
+
+def per_channel_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool = False) -> Operand:
+    """x (K, N) as e4m3 with a scale for each column and 128 of K: (K, N), (ceil(K/128), N)."""
+    scaled = quantize(x.t(), "1x128", power_of_two=use_ue8m0)
+    return scaled.data.t().contiguous(), scaled.scale.t().contiguous()
+
+
+def per_block_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool = False) -> Operand:
+    """x (N, K) as e4m3 with a scale for each 128 x 128: (N, K), (ceil(N/128), ceil(K/128))."""
+    scaled = quantize(x, "128x128", power_of_two=use_ue8m0)
+    return scaled.data, scaled.scale

@@ -232,7 +232,17 @@ def warmup(shapes, *, device: torch.device | str | None = None, backend: str | N
     Returns what was chosen for each. Raises ValueError or TypeError for a shape that is none.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    kind = description.pop("kind", "dense")
+    problems = problems_of(shapes, **description)
+    for problem in problems:
+        operands, out = _synthetic(problem, device)
+        run(problem, operands, out, backend)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return [explain(problem, device=device, backend=backend) for problem in problems]
+
+
+def problems_of(shapes, *, kind: str = "dense", **description) -> list[Problem]:
+    """Problems of the shapes that warmup takes."""
     problems = []
     for shape in shapes:
         if isinstance(shape, Problem):
@@ -243,12 +253,7 @@ def warmup(shapes, *, device: torch.device | str | None = None, backend: str | N
             problems += [Problem(kind, m, *shape, **description) for m in WARMUP_ROWS]
         else:
             raise ValueError(f"shapes holds {shape!r}; allowed are Problems, (M, N, K) and (N, K)")
-    for problem in problems:
-        operands, out = _synthetic(problem, device)
-        run(problem, operands, out, backend)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return [explain(problem, device=device, backend=backend) for problem in problems]
+    return problems
 
 
 def _synthetic(problem: Problem, device: torch.device) -> tuple[Operands, torch.Tensor]:

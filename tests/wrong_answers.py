@@ -215,4 +215,58 @@ WRONG_04 = [
     ("04", "          if (leader) {\n            tma_store_2d", "          {\n            tma_store_2d", "test_blank_5", r"BLANK 5, .*issue the same TMA store"),
 ]  # fmt: skip
 
-WRONG = WRONG_01 + WRONG_02 + WRONG_03 + WRONG_04
+WRONG_05 = [
+    # the start of the tile forgotten
+    ("05", "if (n0 % 128 + c >= 128 * i) chosen", "if (c >= 128 * i) chosen", "test_blank_1",
+     r"BLANK 1, .*D\[0\]\[128\], in the tile that starts at column 96, .* B's of block 0: right are row 0 and block 1\. Column c of the tile"),
+    # counted from column 0 of the matrix
+    ("05", "if (n0 % 128 + c >= 128 * i) chosen", "if (n0 + c >= 128 * i) chosen", "test_blank_1",
+     r"BLANK 1, .*in the tile that starts at column 192, .* B's of block 2: right are row 0 and block 1"),
+    # one chunk too late
+    ("05", "if (n0 % 128 + c >= 128 * i) chosen", "if (n0 % 128 + c > 128 * i) chosen", "test_blank_1",
+     r"BLANK 1, .*D\[0\]\[128\], in the tile that starts at column 96, .* B's of block 0: right are row 0 and block 1"),
+    # one of the thread's two rows forgotten
+    ("05", "chosen[0] = s[0][i], chosen[1] = s[1][i];", "chosen[0] = s[0][i];", "test_blank_1",
+     r"BLANK 1, .*D\[8\]\[128\], .* A's scale of row 8 and B's of block 0: right are row 8 and block 1\..*Both rows of the thread"),
+    # one sum over all of K, as where one scale holds for a whole row
+    ("05", "b_slot + k / 16, k > 0);", "b_slot + k / 16, k_block > 0 || k > 0);", "test_blank_2",
+     r"BLANK 2, .*must be 384 and is 3200: sums that were promoted before are in it again\. .*starts from zero, in every block and every round"),
+    # an interval of 256
+    ("05", "b_slot + k / 16, k > 0);", "b_slot + k / 16, k_block % 2 > 0 || k > 0);", "test_blank_2",
+     r"BLANK 2, .*sums that were promoted before are in it again"),
+    # every step from zero
+    ("05", "b_slot + k / 16, k > 0);", "b_slot + k / 16, false);", "test_blank_2", r"BLANK 2, .*must be 384 and is 96\."),
+    # the same rows of A in each round
+    ("05", "(sum, a_round + k / 16,", "(sum, a_slot + k / 16,", "test_blank_2", r"BLANK 2, .*must be 2688 and is 384, the sum of rows 0 to 63\."),
+    # bytes, where a descriptor counts units of 16
+    ("05", "a_round + k / 16, b_slot + k / 16, k > 0);", "a_round + k, b_slot + k, k > 0);", "test_blank_2", r"BLANK 2, .*in four steps of 32 along k"),
+    # not committed: the wait has no group to wait for
+    ("05", "k > 0);\n            wgmma_commit();", "k > 0);", "test_blank_2", r"BLANK 2, .*still belongs to an asynchronous wgmma"),
+    # no fence, although promotion has read the registers
+    ("05", "            wgmma_fence();\n", "", "test_blank_2", r"BLANK 2, .*no wgmma\.fence"),
+    # the slot that comes next
+    ("05", "mbarrier_arrive(&shared.empty[slot]);", "mbarrier_arrive(&shared.empty[ring.slot]);", "test_blank_3",
+     r"(?s)BLANK 3, .*deadlock.*lacks 8 of 8 arrivals.*for the slot that was just multiplied"),
+    # every lane arrives
+    ("05", "if (lane == 0) mbarrier_arrive(&shared.empty[slot]);", "mbarrier_arrive(&shared.empty[slot]);", "test_blank_3",
+     r"BLANK 3, .*128 arrivals on .*lacks only 8 .*Phases end too early"),
+    # one arrival for a whole warpgroup
+    ("05", "if (lane == 0) mbarrier_arrive(&shared.empty[slot]);", "if (threadIdx.x % 128 == 0) mbarrier_arrive(&shared.empty[slot]);", "test_blank_3",
+     r"(?s)BLANK 3, .*deadlock.*lacks 6 of 8 arrivals.*one arrival of each consumer warp"),
+    # the wrong one of the two barriers
+    ("05", "mbarrier_arrive(&shared.empty[slot]);", "mbarrier_arrive(&shared.full[slot]);", "test_blank_3", r"BLANK 3, .*lacks only 1 .*Phases end too early"),
+    # the first round's scales for both
+    ("05", "choose(scale[round], c, s);", "choose(scale[0], c, s);", "test_blank_4",
+     r"BLANK 4, .*was given A's scale of row 0 and B's of block 0: right are row 64 and block 0"),
+    # rows taken for columns: neighbouring registers are one row's
+    ("05", "s[i / 2 % 2]", "s[i % 2]", "test_blank_4", r"BLANK 4, .*D\[0\]\[1\], .*was given A's scale of row 8 .*right are row 0 and block 0"),
+    # the tile's first scale for all of its columns
+    ("05", "choose(scale[round], c, s);", "choose(scale[round], 0, s);", "test_blank_4", r"BLANK 4, .*B's of block 0: right are row 0 and block 1"),
+    # two roundings
+    ("05", "__fmaf_rn(sum[i], s[i / 2 % 2], total[round][i])", "__fadd_rn(__fmul_rn(sum[i], s[i / 2 % 2]), total[round][i])", "test_blank_4",
+     r"BLANK 4, .*right but for rounding.*rounded once"),
+    # the last block only
+    ("05", "__fmaf_rn(sum[i], s[i / 2 % 2], total[round][i])", "sum[i] * s[i / 2 % 2]", "test_blank_4", r"BLANK 4, .*and is 128, the sum of one block of K\."),
+]  # fmt: skip
+
+WRONG = WRONG_01 + WRONG_02 + WRONG_03 + WRONG_04 + WRONG_05

@@ -1,0 +1,256 @@
+// Stage 05, step 3: promotion costs the tensor core as little as it can. A consumer works on Rounds times 64 rows: one
+// accumulator serves all of them in turn, so each block of K is waited for once and promoted Rounds times, and the tensor core
+// has the other warpgroup's rounds to work on meanwhile. What the next block needs (its barrier, its scales) is fetched while
+// the last round of this one is multiplied.
+//
+//   D[m][n] = sum over blocks k' of (scale_a[m][k'] * scale_b[n / 128][k']) * sum over k in k' of A[m][k] * B[n][k]
+//
+//   A is (M, K) and B is (N, K), FP8, K innermost.   D is (M, N).
+//   scale_a is (K blocks, M), M-major: a block's scales lie side by side, as TMA wants them.   scale_b is (N / 128, K blocks).
+//
+//   grid (CTAs, at most one per SM), block (Threads). The grid is persistent. Warpgroup 0 loads, the other two multiply.
+
+#include "hopper.cuh"
+
+// Constants from the host, bound once.
+constexpr int Rounds = ROUNDS;             // wgmma tiles of 64 rows per consumer: 1 or 2
+constexpr int BlockM = 128 * Rounds;       // outputs of a CTA's tile along m
+constexpr int BlockN = BLOCK_N;            // along n: a multiple of 16. Registers hold (Rounds + 1) * BlockN / 2 sums: at most 192
+constexpr int BlockK = 128;                // bytes of k in one slot of the ring
+constexpr int Stages = NUM_STAGES;         // slots of the ring
+constexpr int GroupM = GROUP_M;            // rows of tiles that are worked on together, so that L2 serves them
+constexpr bool StoreByTma = STORE_BY_TMA;  // false where TMA cannot write D: rows that are not a multiple of 16 bytes
+typedef OUTPUT Output;                     // bf16, fp16 or float
+
+constexpr int Consumers = 2;
+constexpr int Threads = 128 * (1 + Consumers);
+constexpr int ProducerRegisters = 40, ConsumerRegisters = 232;         // 128 * (40 + 2 * 232) <= 65536
+// A panel is what one warp stages for one TMA store: 16 rows of D, as wide as a swizzle span (128, 64 or 32 bytes) can be.
+constexpr int RowBytes = BlockN * sizeof(Output);
+constexpr int PanelBytes = RowBytes % 128 == 0 ? 128 : RowBytes % 64 == 0 ? 64 : 32;
+constexpr int PanelColumns = PanelBytes / sizeof(Output);
+
+// Columns in a row that surely have one scale of B: tiles start at multiples of BlockN, scales change at multiples of 128.
+constexpr int Chunk = (BlockN & -BlockN) < 128 ? BlockN & -BlockN : 128;                // x & -x: the largest power of two in x
+constexpr int ScaleBlocks = (128 - Chunk + BlockN - 1) / 128 + 1;     // blocks of B's scales that a tile can touch
+
+WGMMA_INSTANCE(BLOCK_N, A_FORMAT, B_FORMAT)
+
+struct alignas(1024) Shared {              // 1024: the period of a 128-byte swizzle
+  u8 a[Stages][BlockM * BlockK];
+  u8 b[Stages][BlockN * BlockK];
+  u8 out[4 * Consumers][16 * PanelBytes];  // one panel per warp
+  float scale_a[Stages][BlockM];           // of the slot's block of K
+  u64 full[Stages];                        // the slot's bytes have landed: one arrival (the producer's) and its bytes
+  u64 empty[Stages];                       // the slot may be overwritten: one arrival per consumer warp
+};
+
+struct Ring {                              // a place in the ring, the same for the producer and each consumer
+  int slot = 0;
+  u32 phase = 0;
+  __device__ void advance() {
+    if (++slot == Stages) slot = 0, phase ^= 1;
+  }
+};
+
+// Tile `index` -> its row and column, in groups of GroupM rows: within a group m runs fastest.
+__device__ void locate(int index, int rows, int columns, int& row, int& column) {
+  const int first = index / (GroupM * columns) * GroupM;
+  const int height = min(GroupM, rows - first);
+  const int within = index % (GroupM * columns);
+  row = first + within % height;
+  column = within / height;
+}
+
+// One warp writes 16 rows of D, from row m0 and column n0. total: what a wgmma leaves in a thread's registers.
+__device__ void store_rows(const float (&total)[BlockN / 2], const TensorMap& map_d, Output* __restrict__ D, u8* panel, int m0, int n0, int M, int N) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (StoreByTma) {
+#pragma unroll                                                           // total must be indexed by constants to stay in registers
+    for (int first = 0; first < BlockN; first += PanelColumns) {
+      if (lane == 0) tma_store_wait_read<0>();                         // the panel's last store has read it
+      __syncwarp();
+      // Byte b of row r lies at r * PanelBytes + b, its 16-byte chunk xored with the row as the map's swizzle has it.
+      auto place = [&](int row, int byte) {
+        const int offset = row * PanelBytes + byte;
+        return panel + (offset ^ (offset >> 3 & (PanelBytes - 16)));
+      };
+#pragma unroll
+      for (int n = 0; n < PanelColumns; n += 16) {                     // 8 registers: 16 columns of two rows, 2 per step of 8
+        const float* x = total + (first + n) / 2;
+        if constexpr (sizeof(Output) == 2) {
+          store_matrix_x4(place(lane % 16, n * 2 + lane / 16 * 16), pack<Output>(x[0], x[1]), pack<Output>(x[2], x[3]),
+                          pack<Output>(x[4], x[5]), pack<Output>(x[6], x[7]));
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            *reinterpret_cast<float2*>(place(lane / 4 + i % 2 * 8, (n + i / 2 * 8 + lane % 4 * 2) * 4)) = make_float2(x[2 * i], x[2 * i + 1]);
+        }
+      }
+      fence_proxy_async_shared();                                      // the stores above become visible to TMA
+      __syncwarp();
+      if (lane == 0) {
+        tma_store_2d(&map_d, panel, n0 + first, m0);                   // clips what lies outside of D
+        tma_store_commit();
+      }
+    }
+  } else {
+    const int m = m0 + lane / 4;
+#pragma unroll
+    for (int j = 0; j < BlockN / 8; ++j) {
+      const int n = n0 + 8 * j + lane % 4 * 2;
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (m + 8 * half < M)
+          store_pair(&D[(long long)(m + 8 * half) * N + n], total[4 * j + 2 * half], total[4 * j + 2 * half + 1], N - n, n + 1 < N && N % 2 == 0);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(Threads, 1)
+overlapped(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b, const __grid_constant__ TensorMap map_scale_a,
+           const __grid_constant__ TensorMap map_d, const float* __restrict__ scale_b, Output* __restrict__ D, int M, int N, int K) {
+  extern __shared__ u8 raw[];
+  Shared& shared = *reinterpret_cast<Shared*>(raw);
+  // The shuffle tells the compiler that a warp's threads agree on it, so that descriptors stay in uniform registers.
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  const int rows = (M + BlockM - 1) / BlockM, columns = (N + BlockN - 1) / BlockN;
+  const int tiles = rows * columns, k_blocks = (K + BlockK - 1) / BlockK;
+
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < Stages; ++s) {
+      mbarrier_init(&shared.full[s], 1);
+      mbarrier_init(&shared.empty[s], 4 * Consumers);
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();                                                     // the barriers exist
+
+  if (warpgroup == 0) {
+    // ---- producer: one thread fills the ring ------------------------------------------------------------------------
+    registers_decrease<ProducerRegisters>();
+    if (threadIdx.x == 0) {
+      Ring ring;
+      for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        int row, column;
+        locate(tile, rows, columns, row, column);
+#pragma unroll 1
+        for (int k_block = 0; k_block < k_blocks; ++k_block, ring.advance()) {
+          mbarrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
+          mbarrier_arrive_expect_tx(&shared.full[ring.slot], (BlockM + BlockN) * BlockK + BlockM * sizeof(float));
+          tma_load_2d(shared.a[ring.slot], &map_a, &shared.full[ring.slot], k_block * BlockK, row * BlockM);
+          tma_load_2d(shared.scale_a[ring.slot], &map_scale_a, &shared.full[ring.slot], row * BlockM, k_block);
+          tma_load_2d(shared.b[ring.slot], &map_b, &shared.full[ring.slot], k_block * BlockK, column * BlockN);
+        }
+      }
+    }
+  } else {
+    // ---- consumers: 64 rows of the tile each ------------------------------------------------------------------------
+    registers_increase<ConsumerRegisters>();
+    const int consumer = warpgroup - 1;
+    const u64 a_first = matrix_descriptor(shared_address(shared.a[0]) + consumer * Rounds * 64 * BlockK, Swizzle::Bytes128, 8 * BlockK);
+    const u64 b_first = matrix_descriptor(shared_address(shared.b[0]), Swizzle::Bytes128, 8 * BlockK);
+    const int my_row = consumer * Rounds * 64 + warp * 16 + lane / 4;    // of the tile; the thread's other row is 8 further
+    const int scale_rows = (N + 127) / 128;
+
+    // B's scales: lane l holds those of block 32 * chunk + l, so that one coalesced load serves 32 blocks of K, and a shuffle
+    // hands them out. They are fetched a chunk ahead, across tiles too: their latency never shows.
+    float held[ScaleBlocks], held_next[ScaleBlocks];
+    auto fetch = [&](float (&scales)[ScaleBlocks], int tile, int chunk) {
+      int row, column;
+      locate(tile, rows, columns, row, column);
+      const int k_block = min(32 * chunk + lane, k_blocks - 1);
+#pragma unroll
+      for (int i = 0; i < ScaleBlocks; ++i)
+        scales[i] = scale_b[(long long)min(column * BlockN / 128 + i, scale_rows - 1) * k_blocks + k_block];
+    };
+    if (blockIdx.x < tiles) {
+      fetch(held, blockIdx.x, 0);
+      fetch(held_next, blockIdx.x, 1);
+    }
+
+    Ring ring;
+    u64 a_slot = a_first, b_slot = b_first;                            // descriptors of the current slot
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+      int row, column;
+      locate(tile, rows, columns, row, column);
+      const int m0 = row * BlockM + consumer * Rounds * 64 + warp * 16, n0 = column * BlockN;   // of this warp
+
+      float total[Rounds][BlockN / 2], sum[BlockN / 2];                // FP32 on CUDA cores; the tensor core's accumulator
+#pragma unroll
+      for (int round = 0; round < Rounds; ++round)
+#pragma unroll
+        for (int i = 0; i < BlockN / 2; ++i) total[round][i] = 0.0f;
+
+      // The scales of a block, multiplied: of this thread's two rows in each round and of the blocks that the tile touches.
+      float scale[Rounds][2][ScaleBlocks], scale_next[Rounds][2][ScaleBlocks];
+      auto multiply_scales = [&](float (&s)[Rounds][2][ScaleBlocks], int k_block) {
+#pragma unroll
+        for (int i = 0; i < ScaleBlocks; ++i) {
+          // The first block of the next chunk is fetched one block before the chunk in `held` changes.
+          const float scale_of_b = __shfl_sync(~0u, k_block > 0 && k_block % 32 == 0 ? held_next[i] : held[i], k_block % 32);
+#pragma unroll
+          for (int round = 0; round < Rounds; ++round)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+              s[round][half][i] = shared.scale_a[ring.slot][my_row + 64 * round + 8 * half] * scale_of_b;
+        }
+      };
+      mbarrier_wait(&shared.full[ring.slot], ring.phase);
+      multiply_scales(scale, 0);
+
+      // Of the products in s: those of the two rows with the block that tile column c, a multiple of Chunk, lies in.
+      auto choose = [&](const float (&s)[2][ScaleBlocks], int c, float (&chosen)[2]) {
+        chosen[0] = s[0][0], chosen[1] = s[1][0];
+        // BLANK 1: where the tile straddles blocks of B's scales, take the product with block i of the ScaleBlocks it touches  (about 3 lines; stuck? hopperlab hint 05 1)
+        // END BLANK
+      };
+      for (int chunk = 0;; ++chunk) {
+        const int chunk_end = min(32 * chunk + 32, k_blocks);
+#pragma unroll 1
+        for (int k_block = 32 * chunk; k_block < chunk_end; ++k_block) {
+#pragma unroll
+          for (int round = 0; round < Rounds; ++round) {
+            // BLANK 2: multiply one block of K: four wgmma into sum, which starts from zero where the scale changes  (about 4 lines; stuck? hopperlab hint 05 2)
+            // END BLANK
+            if (round + 1 < Rounds) {
+              wgmma_wait<0>();
+              wgmma_hold(sum);
+            } else {                                                   // while the tensor core works: all that the next block needs
+              const int slot = ring.slot;
+              ring.advance();
+              a_slot = ring.slot == 0 ? a_first : a_slot + BlockM * BlockK / 16;
+              b_slot = ring.slot == 0 ? b_first : b_slot + BlockN * BlockK / 16;
+              if (k_block + 1 < k_blocks) {
+                mbarrier_wait(&shared.full[ring.slot], ring.phase);
+                multiply_scales(scale_next, k_block + 1);
+              }
+              wgmma_wait<0>();
+              wgmma_hold(sum);
+              // BLANK 3: give the slot back: nobody in this warp still reads its tiles or its scales  (about 2 lines; stuck? hopperlab hint 05 3)
+              // END BLANK
+            }
+            // BLANK 4: promote: total = sum * scale + total in one fused multiply-add, chunk of columns by chunk of columns  (about 7 lines; stuck? hopperlab hint 05 4)
+            // END BLANK
+          }
+#pragma unroll
+          for (int round = 0; round < Rounds; ++round)
+#pragma unroll
+            for (int i = 0; i < ScaleBlocks; ++i) scale[round][0][i] = scale_next[round][0][i], scale[round][1][i] = scale_next[round][1][i];
+        }
+        if (chunk_end == k_blocks) break;
+#pragma unroll
+        for (int i = 0; i < ScaleBlocks; ++i) held[i] = held_next[i];
+        fetch(held_next, tile, chunk + 2);
+      }
+      if (tile + gridDim.x < tiles) {                                  // on their way while D is stored
+        fetch(held, tile + gridDim.x, 0);
+        fetch(held_next, tile + gridDim.x, 1);
+      }
+#pragma unroll
+      for (int round = 0; round < Rounds; ++round)
+        store_rows(total[round], map_d, D, shared.out[consumer * 4 + warp], m0 + 64 * round, n0, M, N);
+    }
+    if (StoreByTma && lane == 0) tma_store_wait<0>();                  // D is written before the kernel ends
+  }
+}

@@ -20,6 +20,7 @@ import torch
 
 from fp8_gemm.problem import Operands, Problem, check_group_values
 from fp8_gemm.quantize import GroupedTensor, ScaledTensor, format_of
+from hopperlab import capability
 from hopperlab.quantize import BLOCK, scale_shape
 
 BACKENDS = ("cuda", "simulator", "triton", "reference")
@@ -106,7 +107,7 @@ def _obstacle(name: str, problem: Problem, device: torch.device) -> str | None:
     if name == "reference":
         return None
     if name == "triton":
-        return _triton_obstacle(problem, device)
+        return _triton_obstacle(device)
     wanted = "cuda" if name == "cuda" else "cpu"
     if device.type != wanted:
         return f"the tensors are on {device}, it takes {'CUDA' if name == 'cuda' else 'CPU'} tensors: pass x.to('{wanted}')"
@@ -118,7 +119,7 @@ def _obstacle(name: str, problem: Problem, device: torch.device) -> str | None:
     return None
 
 
-def _triton_obstacle(problem: Problem, device: torch.device) -> str | None:
+def _triton_obstacle(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed: pip install 'triton>=3.6'"
     if device.type == "cpu":
@@ -128,9 +129,8 @@ def _triton_obstacle(problem: Problem, device: torch.device) -> str | None:
         return f"the tensors are on {device}; Triton takes CUDA tensors"
     elif _capability(device) < (8, 9):
         return f"{torch.cuda.get_device_name(device)} has no FP8 instructions; compute capability 8.9 is the first that has"
-    from fp8_gemm.triton_backend import obstacle
-
-    return obstacle(problem)
+    found = capability.triton()
+    return None if found.ok else found.sentence()
 
 
 @functools.cache

@@ -443,6 +443,11 @@ __device__ __forceinline__ float half_to_float(u16 half) {
 }
 __device__ __forceinline__ float bf16_to_float(u16 bits) { return __uint_as_float(u32(bits) << 16); }
 
+// Output types again: what store() wrote, as a float, exact.
+__device__ __forceinline__ float load(const float* d) { return *d; }
+__device__ __forceinline__ float load(const bf16* d) { return bf16_to_float(d->bits); }
+__device__ __forceinline__ float load(const fp16* d) { return half_to_float(d->bits); }
+
 // ---- matrices through shared memory. ISA: ldmatrix, stmatrix --------------------------------------------------------
 // 8x8 matrices of 16-bit elements. Lane 8i + r gives the address of row r (16 bytes, 16-byte aligned) of matrix i; each
 // lane holds two neighbouring elements of row lane / 4 per matrix. Rows in the same banks conflict: swizzle or pad.

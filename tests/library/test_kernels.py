@@ -1,0 +1,233 @@
+"""The library's kernel against the bit-exact model: every kind, swap, split, epilogue, ragged and empty. On a Hopper GPU the same
+tests run there; on a CPU the kernel runs on the simulator, which also reports races, deadlocks and stray writes."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from fp8_gemm import kernels
+from fp8_gemm.plan import plan
+from fp8_gemm.problem import Operands, Problem
+from hopperlab import capability, check, reference
+from hopperlab.quantize import ScaledTensor, scale_to_m_major
+
+DEVICE = torch.device(capability.device())
+ON_CPU = DEVICE.type == "cpu"
+NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # every try takes a second on the simulator
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BLOCKS, GRADIENT = ("1x128", "128x128"), ("1x128", "1x128")
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(check.POISON[x.dtype][0])
+
+
+def poisoned(*shape, dtype=BF16) -> torch.Tensor:
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return check.poisoned(rows, shape[-1], dtype, DEVICE)[0].view(shape)
+
+
+def dense(m, n, k, recipes=BLOCKS, formats=("e4m3", "e4m3"), dtype=BF16, bias=False, accumulate=False, interval=128, **overrides):
+    a, b = check.problem(m, n, k, recipes=recipes, formats=formats, device=DEVICE)
+    problem = Problem("dense", m, n, k, 1, *recipes, *formats, dtype, bias, accumulate, interval)
+    generator = torch.Generator().manual_seed(m + n + k)
+    added = torch.randn(n, generator=generator).to(DEVICE) if bias else None
+    out = poisoned(m, n, dtype=dtype)
+    old = torch.randn(m, n, generator=generator).to(DEVICE, dtype) if accumulate else None
+    if accumulate:
+        out.copy_(old)
+    kernels.run(problem, Operands(a.data, b.data, a.scale, b.scale, added), out, **overrides)
+    splits = plan(problem, kernels.SMS_OF_AN_H200 if ON_CPU else kernels._sms(0), **overrides).splits
+    want = reference.matmul_hopper(a, b, interval=interval, out_dtype=dtype, bias=added, c=old, split_k=splits)
+    assert torch.equal(bits(out), bits(want)), check.compare(out, a, b, expected=want) if not (bias or accumulate) else "differs"
+
+
+@pytest.mark.parametrize("case", [
+    dict(m=130, n=200, k=300, block_m=128, block_n=128, swap_ab=False, split_k=1),
+    dict(m=260, n=200, k=300, block_m=256, block_n=112, swap_ab=False, split_k=1, dtype=FP32),
+    dict(m=70, n=200, k=300, block_m=64, block_n=48, swap_ab=False, split_k=1, dtype=FP16, formats=("e5m2", "e4m3"), bias=True),
+    dict(m=130, n=391, k=300, block_m=128, block_n=176, swap_ab=False, split_k=1),
+    dict(m=5, n=200, k=300, block_m=8, block_n=128, swap_ab=True, split_k=1),
+    dict(m=30, n=201, k=300, block_m=32, block_n=256, swap_ab=True, split_k=1, bias=True),
+    dict(m=5, n=200, k=1030, block_m=16, block_n=64, swap_ab=True, split_k=3),
+    dict(m=130, n=200, k=900, block_m=128, block_n=96, swap_ab=False, split_k=2, accumulate=True, dtype=FP32),
+    dict(m=130, n=200, k=900, block_m=128, block_n=96, swap_ab=False, accumulate=True, bias=True),
+    dict(m=260, n=200, k=300, recipes=GRADIENT, block_m=256, block_n=128, swap_ab=False, split_k=1, dtype=FP32),
+    dict(m=130, n=200, k=300, recipes=("row", "row"), interval=None, block_m=128, block_n=256, swap_ab=False, split_k=1),
+    dict(m=130, n=200, k=700, recipes=("row", "tensor"), interval=None, block_m=128, block_n=64, swap_ab=False, split_k=2),
+    dict(m=13, n=200, k=700, recipes=("row", "row"), interval=256, block_m=16, block_n=64, swap_ab=True, split_k=2),
+    dict(m=13, n=200, k=700, recipes=("tensor", "row"), interval=128),
+    dict(m=1, n=1, k=1), dict(m=3, n=33, k=576), dict(m=17, n=96, k=2000, batch_invariant=True),
+], ids=str)  # fmt: skip
+def test_dense(case):
+    dense(**case)
+
+
+@settings(max_examples=25 if ON_CPU else 300, deadline=None, phases=NO_SHRINKING, suppress_health_check=list(HealthCheck))
+@given(m=st.integers(1, 150), n=st.integers(1, 300), k=st.integers(1, 700), dtype=st.sampled_from((BF16, FP16, FP32)),
+       recipes=st.sampled_from((BLOCKS, GRADIENT, ("tensor", "tensor"), ("row", "row"))), bias=st.booleans(), accumulate=st.booleans(),
+       formats=st.sampled_from((("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"))))  # fmt: skip
+def test_dense_random(m, n, k, dtype, recipes, bias, accumulate, formats):
+    dense(m, n, k, recipes, formats, dtype, bias, accumulate)
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_empty(k):
+    for m, n in ((0, 5), (5, 0)):
+        a, b = check.problem(m, n, k, recipes=BLOCKS, device=DEVICE)
+        kernels.run(Problem("dense", m, n, k), Operands(a.data, b.data, a.scale, b.scale), torch.empty(m, n, dtype=BF16, device=DEVICE))
+    a, b = check.problem(3, 4, 0, recipes=BLOCKS, device=DEVICE)
+    out = poisoned(3, 4)
+    kernels.run(Problem("dense", 3, 4, 0), Operands(a.data, b.data, a.scale, b.scale), out)
+    assert not out.any()
+
+
+def test_scales_of_a_in_either_order():
+    a, b = check.problem(70, 96, 300, recipes=BLOCKS, device=DEVICE)
+    outs = []
+    for scale in (a.scale, scale_to_m_major(a.scale).t()[:70]):
+        outs.append(poisoned(70, 96))
+        kernels.run(Problem("dense", 70, 96, 300), Operands(a.data, b.data, scale, b.scale), outs[-1])
+    assert torch.equal(bits(outs[0]), bits(outs[1]))
+
+
+def test_batch_invariant_rows_have_the_same_bits_alone():
+    a, b = check.problem(70, 96, 1100, recipes=BLOCKS, device=DEVICE)
+    outs = []
+    for rows in (70, 1):
+        outs.append(poisoned(rows, 96))
+        operands = Operands(a.data[:rows], b.data, a.scale[:rows], b.scale)
+        kernels.run(Problem("dense", rows, 96, 1100), operands, outs[-1], batch_invariant=True)
+    assert torch.equal(bits(outs[0][:1]), bits(outs[1]))
+
+
+# ---- groups ---------------------------------------------------------------------------------------------------------
+
+
+def weights(groups, n, k):
+    made = [check.problem(1, n, k, recipes=BLOCKS, seed=group, device=DEVICE)[1] for group in range(groups)]
+    return made, torch.stack([b.data.view(torch.uint8) for b in made]).view(made[0].data.dtype), torch.stack([b.scale for b in made])
+
+
+def offsets_of(sizes) -> torch.Tensor:
+    return torch.tensor([0, *sizes]).cumsum(0).to(DEVICE, torch.int32)
+
+
+def contiguous(counts, n, k, rows_after=0, used=None, dtype=BF16, **overrides):
+    """used: rows of each group that are tokens, where groups are padded."""
+    m = sum(counts) + rows_after
+    a, _ = check.problem(m, 1, k, recipes=BLOCKS, device=DEVICE)
+    each, data, scale = weights(len(counts), n, k)
+    offsets = offsets_of(counts)
+    ends = None if used is None else offsets[:-1] + torch.tensor(used, dtype=torch.int32, device=DEVICE)
+    out = poisoned(m, n, dtype=dtype)
+    want = out.clone()
+    problem = Problem("contiguous", m, n, k, len(counts), *BLOCKS, out_dtype=dtype)
+    kernels.run(problem, Operands(a.data, data, a.scale, scale, offsets=offsets, ends=ends), out, **overrides)
+    for group, b in enumerate(each):
+        rows = slice(int(offsets[group]), int(offsets[group + 1] if ends is None else ends[group]))
+        if rows.start < rows.stop:
+            want[rows] = reference.matmul_hopper(ScaledTensor(a.data[rows], a.scale[rows].contiguous(), "1x128"), b, out_dtype=dtype)
+    assert torch.equal(bits(out), bits(want))  # rows of no group are as they were
+
+
+def masked(sizes, max_m, n, k, **overrides):
+    each, data, scale = weights(len(sizes), n, k)
+    tokens = [check.problem(max_m, 1, k, recipes=BLOCKS, seed=50 + group, device=DEVICE)[0] for group in range(len(sizes))]
+    out = poisoned(len(sizes), max_m, n)
+    want = out.clone()
+    operands = Operands(torch.stack([a.data.view(torch.uint8) for a in tokens]).view(data.dtype), data, torch.stack([a.scale for a in tokens]),
+                        scale, masked_m=torch.tensor(sizes, dtype=torch.int32, device=DEVICE))  # fmt: skip
+    kernels.run(Problem("masked", max_m, n, k, len(sizes)), operands, out, **overrides)
+    for group, (a, b, size) in enumerate(zip(tokens, each, sizes)):
+        if size:
+            want[group, :size] = reference.matmul_hopper(ScaledTensor(a.data[:size], a.scale[:size].contiguous(), "1x128"), b)
+    assert torch.equal(bits(out), bits(want))
+
+
+def k_grouped(sizes, m, n, accumulate=False, **overrides):
+    k = sum(sizes)
+    a, b = check.problem(m, n, k, recipes=GRADIENT, device=DEVICE)
+    offsets = offsets_of(sizes)
+    out = torch.randn(len(sizes), m, n, device=DEVICE) if accumulate else poisoned(len(sizes), m, n, dtype=FP32)
+    old = out.clone()
+    problem = Problem("k_grouped", m, n, k, len(sizes), *GRADIENT, out_dtype=FP32, accumulate=accumulate)
+    kernels.run(problem, Operands(a.data, b.data, a.scale, b.scale, offsets=offsets), out, **overrides)
+    for group in range(len(sizes)):
+        low, high = int(offsets[group]), int(offsets[group + 1])
+        want = old[group] if accumulate else torch.zeros_like(old[group])
+        if low < high:
+            part = [ScaledTensor(x.data[:, low:high].contiguous(), x.scale[:, low // 128 : -(-high // 128)].contiguous(), "1x128") for x in (a, b)]
+            want = reference.matmul_hopper(*part, out_dtype=FP32, c=old[group] if accumulate else None)
+        assert torch.equal(bits(out[group]), bits(want)), f"group {group}"
+
+
+TILES = [{}, dict(block_m=128, block_n=128, swap_ab=False), dict(block_m=256, block_n=112, swap_ab=False), dict(block_m=16, block_n=64, swap_ab=True)]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_grouped(tile):
+    contiguous([5, 0, 130, 3], 200, 300, **tile)
+    masked([5, 0, 130, 1], 140, 200, 300, **tile)
+
+
+def test_contiguous_corners():
+    contiguous([0] * 40 + [7] + [0] * 30 + [9, 1], 72, 200)  # more groups than a warp looks at together
+    contiguous([8, 16], 64, 128, used=[5, 16], rows_after=4)  # groups padded by the caller
+    contiguous([0, 0, 0], 64, 128, rows_after=5)
+    contiguous([1], 33, 100)
+    contiguous([64, 64], 72, 128, dtype=FP32)
+
+
+def test_masked_corners():
+    masked([0, 0], 8, 40, 130)
+    masked([3], 3, 40, 130)
+    masked([130, 129], 130, 24, 130, block_m=128, block_n=16, swap_ab=False)  # a largest size that is no multiple of the tile
+
+
+def test_k_grouped():
+    k_grouped([128, 0, 256, 100], 130, 72)
+    k_grouped([128, 0, 256, 100], 130, 73, accumulate=True)
+    k_grouped([256, 384], 300, 200, accumulate=True, block_m=256, block_n=128)
+
+
+@settings(max_examples=8 if ON_CPU else 100, deadline=None, phases=NO_SHRINKING, suppress_health_check=list(HealthCheck))
+@given(counts=st.lists(st.integers(0, 70), min_size=1, max_size=6), n=st.integers(1, 150), k=st.integers(1, 400))
+def test_grouped_random(counts, n, k):
+    contiguous(counts, n, k)
+    if max(counts):
+        masked(counts, max(counts), n, k)
+
+
+@pytest.mark.parametrize("order", [{"order": "eager"}, {"seed": 1}, {"seed": 2}], ids=str)
+def test_no_race_in_any_order(order):
+    from hopperlab.kernel import simulation
+
+    if not ON_CPU:
+        pytest.skip("orders are the simulator's")
+    with simulation(**order):
+        dense(130, 200, 900, block_m=128, block_n=96, swap_ab=False, split_k=2)
+        dense(5, 200, 1030, block_m=16, block_n=64, swap_ab=True, split_k=3)
+        contiguous([5, 0, 130, 3], 200, 900, block_m=128, block_n=64, swap_ab=False)
+        masked([5, 0, 130, 1], 140, 200, 900, block_m=16, block_n=64, swap_ab=True)
+
+
+def test_kernels_compile_without_spills_or_injected_waits():
+    """The tiles with the most registers of each kind."""
+    for kind, recipes, interval, dtype, overrides in (
+        ("dense", BLOCKS, 128, BF16, dict(block_m=256, block_n=128, swap_ab=False, split_k=1)),
+        ("dense", BLOCKS, 128, FP32, dict(block_m=256, block_n=112, swap_ab=False, split_k=1)),
+        ("dense", BLOCKS, 128, BF16, dict(block_m=32, block_n=256, swap_ab=True, split_k=1)),
+        ("dense", BLOCKS, 128, BF16, dict(block_m=128, block_n=192, swap_ab=False, split_k=1)),
+        ("dense", BLOCKS, 128, BF16, dict(block_m=128, block_n=96, swap_ab=False, split_k=2)),
+        ("dense", ("row", "row"), None, BF16, dict(block_m=128, block_n=256, swap_ab=False, split_k=1)),
+        ("contiguous", BLOCKS, 128, BF16, dict(block_m=256, block_n=128, swap_ab=False)),
+        ("masked", BLOCKS, 128, BF16, dict(block_m=16, block_n=128, swap_ab=True)),
+        ("k_grouped", GRADIENT, 128, FP32, dict(block_m=256, block_n=128, swap_ab=False)),
+    ):
+        problem = Problem(kind, 512, 512, 1024, 1 if kind == "dense" else 4, *recipes, out_dtype=dtype, interval=interval)
+        made = kernels.kernel(tuple(kernels.constants_of(problem, plan(problem, 132, **overrides)).items()))
+        assert made.compiled.problems == [], (kind, overrides)

@@ -3,6 +3,7 @@
 # make lab     open the lessons in Jupyter
 # make bench   time the steps and their peers (needs a Hopper GPU)
 # make docs    rewrite what is generated from docs/results: README tables, plots
+# make lines   count the library's core: what runs on the GPU and what launches it
 #
 # Each target makes .venv when it is missing. PYTHON picks the interpreter (3.11 or 3.12); ARGS is passed on:
 #   make run ARGS="--stage 01"     make test ARGS="tests/test_check.py -x"
@@ -11,7 +12,7 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
   $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 
-.PHONY: run test lab bench docs
+.PHONY: run test lab bench docs lines
 run: .venv/ready
 	$(BIN)/hopperlab run $(ARGS)
 
@@ -26,6 +27,9 @@ bench: .venv/ready
 
 docs: .venv/ready
 	$(BIN)/hopperlab report
+
+lines:
+	@wc -l stages/06_moe_grouped/fp8_gemm/plan.py stages/06_moe_grouped/fp8_gemm/kernels/*
 
 .venv/ready: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or 3.12 on the PATH. Install one, or name it: make PYTHON=/path/to/python3.12"; exit 1; }

@@ -233,7 +233,9 @@ K2 = (torch.zeros(4 * 256).to(torch.float8_e4m3fn), torch.ones(2, 4))
      ValueError, ["a[1] has shape (4, 2)", "(2, 4)"]),
     (lambda: deep_gemm.k_grouped_fp8_gemm_nt_contiguous(K2, K2, torch.empty(2, 4, 4), [128, 128], ints(128)), ValueError,
      ["ks_tensor", "(2,)"]),
-    (lambda: deep_gemm.k_grouped_fp8_gemm_nt_contiguous(K2, K2, torch.empty(2, 4, 4), [128, 128], ints(128, 128), None, (1, 128, 128)),
+    (lambda: deep_gemm.k_grouped_fp8_gemm_nt_contiguous(K2, K2, torch.empty(2, 4, 4), [128, 128], ints(128, 128),
+                                                         recipe=(1, 128, 128))
+    ,
      ValueError, ["recipe is (1, 128, 128)"]),
     (lambda: deep_gemm.get_mn_major_tma_aligned_tensor(torch.ones(3)), ValueError, ["sf", "(3,)", "(rows, K blocks)"]),
 ])  # fmt: skip

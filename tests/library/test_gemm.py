@@ -214,16 +214,19 @@ A, B = quantize(X, "1x128"), quantize(W, "128x128")
     (lambda: gemm(X, W, c=random(4, 8)), TypeError, ["c has dtype torch.float32", "out_dtype=torch.float32"]),
     (lambda: gemm(X, W, c=random(8, 4, dtype=BF16)), ValueError, ["out has shape (8, 4)", "(4, 8)"]),
     (lambda: gemm(X[None, None], W, c=random(4, 8, dtype=BF16)), ValueError, ["c has shape (4, 8)", "(1, 1, 4, 8)"]),
-    (lambda: gemm(X.view(2, 2, -1), W, out=torch.empty(8, 2, 2, dtype=BF16).permute(1, 2, 0)), ValueError, ["out has strides", "contiguous()"]),
+    (lambda: gemm(X.view(2, 2, -1), W, out=torch.empty(8, 2, 2, dtype=BF16).permute(1, 2, 0)),
+     ValueError, ["out has strides", "contiguous()"]),
     (lambda: gemm(X, W, out=torch.empty(4, 8)), TypeError, ["out has dtype torch.float32", "out_dtype=torch.float32"]),
     (lambda: gemm(X, W, out=torch.empty(4, 8), out_dtype=torch.float8_e5m2), ValueError, ["out_dtype", "out cannot be given"]),
-    (lambda: gemm(X.clone().requires_grad_(), W, out=torch.empty(4, 8, dtype=BF16)), ValueError, ["out", "requires grad", "no_grad"]),
+    (lambda: gemm(X.clone().requires_grad_(), W, out=torch.empty(4, 8, dtype=BF16)),
+     ValueError, ["out", "requires grad", "no_grad"]),
     (lambda: gemm(X, W, interval=64), ValueError, ["interval is 64", "multiples of 128"]),
     (lambda: gemm(X, W, backend="gpu"), ValueError, ["backend is 'gpu'", "'reference'"]),
     (lambda: gemm(X, W, backend="cuda"), RuntimeError, ["backend is 'cuda'", "CUDA tensors", "x.to('cuda')"]),
     (lambda: gemm(X, W, block_m=64), ValueError, ["block_m", "'reference'", "backend='cuda'"]),
     (lambda: gemm(X, W, bias=random(7)), ValueError, ["bias has shape (7,)", "(8,)"]),
-    (lambda: ScaledTensor(A.data, A.scale.t(), "1x128"), ValueError, ["scale has shape (2, 4)", "transposed", "scale.t().contiguous()"]),
+    (lambda: ScaledTensor(A.data, A.scale.t(), "1x128"),
+     ValueError, ["scale has shape (2, 4)", "transposed", "scale.t().contiguous()"]),
     (lambda: ScaledTensor(A.data, A.scale.t().contiguous().t(), "1x128"), ValueError, ["scale has strides", "contiguous()"]),
     (lambda: ScaledTensor(A.data, A.scale.to(BF16), "1x128"), TypeError, ["scale has dtype torch.bfloat16", "scale.float()"]),
     (lambda: ScaledTensor(A.data, A.scale.reshape(2, 4).reshape(-1), "1x128"), ValueError, ["scale", "(8,)", "reshape((4, 2))"]),
@@ -335,7 +338,7 @@ def test_warmup_runs_every_kind_of_shape(kind, options):
 
 def test_importing_is_light():
     code = ("import sys, torch, fp8_gemm; "
-            "print([m for m in ('triton', 'cuda.bindings', 'cuda.core', 'matplotlib', 'pynvml', 'numpy.testing', 'hopperlab.sim') "
+            "print([m for m in ('triton', 'cuda.bindings', 'cuda.core', 'matplotlib', 'pynvml', 'hopperlab.sim') "
             "if m in sys.modules and m not in set(torch_only)])")  # fmt: skip
     before = "import sys, torch; torch_only = list(sys.modules)\n"
     got = subprocess.run([sys.executable, "-c", before + code], capture_output=True, text=True, check=True,
@@ -355,4 +358,5 @@ def test_public_names_are_there():
 def test_error_against_the_originals_is_what_fp8_gives():
     x, w = random(64, 1024), random(96, 1024, seed=1)
     assert 3e-4 < calc_diff(gemm(x, w), x @ w.t()) < 1.5e-3
-    assert torch.allclose(matmul_exact(quantize(x, "1x128"), quantize(w, "128x128")).float(), gemm(x, w, out_dtype=FP32), atol=1e-3)
+    exact = matmul_exact(quantize(x, "1x128"), quantize(w, "128x128"))
+    assert torch.allclose(exact.float(), gemm(x, w, out_dtype=FP32), atol=1e-3)

@@ -59,7 +59,8 @@ def test_offsets_counts_and_indices_agree(sizes):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e30])
-@pytest.mark.parametrize("indices", [[0, 0, -1, -1, 1, 2, -1], [-1, 1, 1, 1, -1, -1, -1], [-1] * 7, [-1, -1, -1, 2, 2, 2, 2]], ids=str)
+@pytest.mark.parametrize("indices", [[0, 0, -1, -1, 1, 2, -1], [-1, 1, 1, 1, -1, -1, -1], [-1] * 7, [-1, -1, -1, 2, 2, 2, 2]],
+                         ids=str)  # fmt: skip
 def test_rows_of_no_group_neither_change_nor_are_changed(indices, bad):
     x, w = random(7, 200), random(3, 12, 200, seed=1)
     for row, group in enumerate(indices):
@@ -207,13 +208,15 @@ K_OFFSETS = ints(0, 128, 256)
     (lambda: grouped_gemm(X, E[:0], counts=C), ValueError, ["b has shape (0, 8, 256)", "at least one group"]),
     (lambda: grouped_gemm(X, quantize(E[0], "128x128"), counts=C), TypeError, ["b is a ScaledTensor", "GroupedTensor"]),
     (lambda: grouped_gemm(X, E.long(), counts=C), TypeError, ["b has dtype torch.int64", "b.float()"]),
-    (lambda: grouped_gemm(X, quantize_grouped(E).data, counts=C), TypeError, ["b has dtype torch.float8", "GroupedTensor(b, scale, recipe)"]),
+    (lambda: grouped_gemm(X, quantize_grouped(E).data, counts=C),
+     TypeError, ["b has dtype torch.float8", "GroupedTensor(b, scale, recipe)"]),
     (lambda: grouped_gemm(X[:, :128], E, counts=C), ValueError, ["b has shape (3, 8, 256)", "K"]),
     (lambda: grouped_gemm(X, E, counts=C, recipe=("1x128",)), ValueError, ["recipe", "pair"]),
     (lambda: grouped_gemm(X, E, counts=C, recipe=("128x128", "128x128")), ValueError, ["recipe is ('128x128', '128x128')"]),
     (lambda: grouped_gemm(X, E, counts=C, out=torch.empty(4, 8)), TypeError, ["out has dtype torch.float32"]),
     (lambda: grouped_gemm(X, E, counts=C, out=X[:, :8], out_dtype=FP32), None, None),
-    (lambda: grouped_gemm(X, E, counts=C, out=torch.empty(4, 8), out_dtype=torch.float8_e5m2), ValueError, ["out_dtype", "out cannot"]),
+    (lambda: grouped_gemm(X, E, counts=C, out=torch.empty(4, 8), out_dtype=torch.float8_e5m2),
+     ValueError, ["out_dtype", "out cannot"]),
     (lambda: grouped_gemm(X, E, counts=C, split_k=2), ValueError, ["split_k", "backend='cuda'"]),
     (lambda: masked_gemm(STACK, E, [1, 2, 3]), TypeError, ["masked_m is a list", "int32"]),
     (lambda: masked_gemm(STACK, E, ints(1, 5, 3)), ValueError, ["masked_m[1] is 5", "0 to 4"]),

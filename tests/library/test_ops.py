@@ -60,7 +60,7 @@ def test_operators_keep_pytorchs_rules(name, case):
     tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
     if any(tensor.dtype == torch.float8_e4m3fn for tensor in tensors):
-        # PyTorch's schema check multiplies FP8 tensors, which torch cannot; what it looks for, a changed input, is looked for here.
+        # PyTorch's schema check multiplies FP8 tensors, which torch cannot. It looks for changed inputs; so does this.
         tests.remove("test_schema")
         given = tensors[:-1] if name.endswith("_out") else tensors
         before = [tensor.detach().clone() for tensor in given]
@@ -93,7 +93,8 @@ def test_shapes_and_types_without_data(kind):
         with FakeTensorMode() as mode:
             shaped = results(*(mode.from_tensor(tensor) for tensor in given))
     for name, tensor in real.items():
-        assert (tensor.shape, tensor.dtype, tensor.stride()) == (shaped[name].shape, shaped[name].dtype, shaped[name].stride()), name
+        got = shaped[name]
+        assert (tensor.shape, tensor.dtype, tensor.stride()) == (got.shape, got.dtype, got.stride()), name
     with refused(ValueError, "K", "must be equal"):
         gemm(X.to("meta"), W[:, :99].to("meta"))
 
@@ -115,7 +116,8 @@ def assert_close_gradients(got, want, limit=2e-3):
 @pytest.mark.parametrize("grad_format, limit", [("e4m3", 2e-3), ("e5m2", 4e-3)])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_gradients_of_gemm(dtype, grad_format, limit):
-    x, w, bias, c = (leaf(t.to(dtype)) for t in (random(130, 260), random(70, 260, seed=1), random(70, seed=2), random(130, 70, seed=3)))
+    shapes = ((130, 260), (70, 260), (70,), (130, 70))
+    x, w, bias, c = (leaf(random(*shape, seed=seed).to(dtype)) for seed, shape in enumerate(shapes))
     got = gradients(gemm(x, w, bias=bias, c=c, out_dtype=dtype, grad_format=grad_format), x, w, bias, c)
     want = gradients(x @ w.t() + bias + c, x, w, bias, c)
     assert_close_gradients(got, want, limit)

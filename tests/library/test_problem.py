@@ -112,7 +112,8 @@ def test_a_wrong_grouped_tensor_is_refused(build, error, words):
 
 
 def test_describe_fills_in_the_problem():
-    problem, operands = describe("dense", scaled(4), scaled(8, recipe="128x128", format="e5m2"), bias=random(8).half(), accumulate=True)
+    b = scaled(8, recipe="128x128", format="e5m2")
+    problem, operands = describe("dense", scaled(4), b, bias=random(8).half(), accumulate=True)
     assert problem == Problem("dense", 4, 8, 256, format_b="e5m2", bias=True, accumulate=True)
     assert operands.bias.dtype == torch.float32 and operands.offsets is None
     problem, operands = describe("contiguous", scaled(9), stack(), offsets=ints(0, 2, 2, 8))
@@ -139,20 +140,26 @@ W = scaled(8, recipe="128x128")
     (lambda: describe("dense", scaled(), W, bias=random(8).to("meta")), ValueError, ["bias is on meta", "bias.to('cpu')"]),
     (lambda: describe("dense", scaled(), scaled(8)), None, None),
     (lambda: describe("contiguous", scaled(), stack()), ValueError, ["offsets is None", "int32"]),
-    (lambda: describe("contiguous", scaled(), stack(), offsets=ints(0, 1, 2, 3).long()), TypeError, ["offsets", "int64", ".int()"]),
+    (lambda: describe("contiguous", scaled(), stack(), offsets=ints(0, 1, 2, 3).long()),
+     TypeError, ["offsets", "int64", ".int()"]),
     (lambda: describe("contiguous", scaled(), stack(), offsets=ints(0, 1, 2)), ValueError, ["offsets", "(3,)", "(4,)"]),
     (lambda: describe("contiguous", scaled(), stack(), offsets=ints(0, 9, 1, 9, 2, 9, 3, 9)[::2]), ValueError,
      ["offsets", "stride 2", "contiguous()"]),
     (lambda: describe("contiguous", scaled(), stack(), offsets=ints(1, 2, 3, 4)), ValueError, ["offsets[0] is 1", "starts at 0"]),
-    (lambda: describe("contiguous", scaled(), stack(), offsets=ints(0, 3, 2, 4)), ValueError, ["offsets[2] is 2", "decrease", "counts="]),
+    (lambda: describe("contiguous", scaled(), stack(), offsets=ints(0, 3, 2, 4)),
+     ValueError, ["offsets[2] is 2", "decrease", "counts="]),
     (lambda: describe("contiguous", scaled(), stack(), offsets=ints(0, 1, 2, 5)), ValueError, ["offsets[3] is 5", "M = 4"]),
-    (lambda: describe("contiguous", scaled(), stack(), offsets=ints(0, 1, 2, 4), ends=ints(1, 3, 4)), ValueError, ["ends[1] is 3"]),
+    (lambda: describe("contiguous", scaled(), stack(), offsets=ints(0, 1, 2, 4), ends=ints(1, 3, 4)),
+     ValueError, ["ends[1] is 3"]),
     (lambda: describe("masked", stack(3, 5, recipe="1x128"), stack()), ValueError, ["masked_m is None"]),
     (lambda: describe("masked", stack(3, 5, recipe="1x128"), stack(), masked_m=ints(0, 6, 1)), ValueError,
      ["masked_m[1] is 6", "0 to 5", "make a larger"]),
-    (lambda: describe("masked", stack(3, 5, recipe="1x128"), stack(), masked_m=ints(-1, 5, 1)), ValueError, ["masked_m[0] is -1"]),
-    (lambda: describe("masked", stack(2, 5, recipe="1x128"), stack(), masked_m=ints(0, 5)), ValueError, ["a has 2 groups", "b 3"]),
-    (lambda: describe("masked", stack(3, 5, recipe="1x128"), stack(), masked_m=ints(0, 5)), ValueError, ["masked_m", "(2,)", "(3,)"]),
+    (lambda: describe("masked", stack(3, 5, recipe="1x128"), stack(), masked_m=ints(-1, 5, 1)),
+     ValueError, ["masked_m[0] is -1"]),
+    (lambda: describe("masked", stack(2, 5, recipe="1x128"), stack(), masked_m=ints(0, 5)),
+     ValueError, ["a has 2 groups", "b 3"]),
+    (lambda: describe("masked", stack(3, 5, recipe="1x128"), stack(), masked_m=ints(0, 5)),
+     ValueError, ["masked_m", "(2,)", "(3,)"]),
     (lambda: describe("k_grouped", scaled(), scaled(8), offsets=ints(0, 100, 256)), ValueError,
      ["offsets[1] is 100", "multiple of 128", "quantize_k_grouped"]),
     (lambda: describe("k_grouped", scaled(), scaled(8), offsets=ints(0)), ValueError, ["offsets", "(1,)", "at least one group"]),
@@ -168,7 +175,8 @@ def test_wrong_operands_are_refused_by_name(call, error, words):
 
 
 @pytest.mark.parametrize("view, words", [
-    (lambda data: data.view(torch.uint8).t().contiguous().view(data.dtype).t(), ["transposed view", "K-major", "a.data.contiguous()"]),
+    (lambda data: data.view(torch.uint8).t().contiguous().view(data.dtype).t(),
+     ["transposed view", "K-major", "a.data.contiguous()"]),
     (lambda data: data[:1].expand(4, 256), ["strides", "(0, 1)", "a.data.contiguous()"]),
     (lambda data: torch.cat([data.view(torch.uint8)] * 2, 1).view(data.dtype)[:, ::2], ["strides", "stride 1", "contiguous()"]),
     (lambda data: torch.as_strided(data, (4, 256), (128, 1)), ["strides", "overlap"]),

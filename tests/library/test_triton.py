@@ -1,4 +1,4 @@
-"""The Triton backend: on the GPU where there is one, else on Triton's interpreter; and that it compiles for every GPU it is for."""
+"""The Triton backend, on the GPU or else on Triton's interpreter; and that it compiles for every GPU it is for."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ def pair(m, n, k, recipe=("1x128", "128x128"), device="cpu", formats=("e4m3", "e
 
 
 @pytest.mark.parametrize("recipe", RECIPE_PAIRS, ids=str)
-@pytest.mark.parametrize("shape", [(1, 33, 576), (40, 130, 128), (129, 257, 300), (3, 1, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 33, 576), (40, 130, 128), (129, 130, 300), (3, 1, 1)], ids=str)
 def test_dense_recipes_on_ragged_shapes(recipe, shape, device):
     a, b = pair(*shape, recipe, device)
     assert_right(gemm(a, b, **TRITON), a, b)

@@ -2,8 +2,8 @@
 
     python tests/library/triton_compiles.py [quick]
 
-quick: one kind of GEMM for each architecture. A program of its own, because Triton reads TRITON_INTERPRET when a kernel is decorated. Prints the shared memory it takes;
-exits with 1 if a variant does not compile or does not fit.
+quick: one kind of GEMM for each architecture. A program of its own, because Triton reads TRITON_INTERPRET when a kernel is
+decorated. Prints the shared memory it takes; exits with 1 if a variant does not compile or does not fit.
 """
 
 import sys
@@ -22,8 +22,9 @@ POINTERS = {"A": "*fp8e4nv", "B": "*fp8e5", "D": "*bf16", "begins": "*i32", "end
 
 def shared_bytes(architecture: int, kind: str, block_m: int, promote: bool, b_shared: bool) -> int:
     constants = {
-        "KIND": KINDS[kind].value, "PROMOTE": promote, "B_SHARED": b_shared, "BIAS": kind == "dense", "ACCUMULATE": kind == "k_grouped",
-        "GROUPS": 8, "BLOCK_M": block_m, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K, "GROUP_M": GROUP_M,
+        "KIND": KINDS[kind].value, "PROMOTE": promote, "B_SHARED": b_shared, "BIAS": kind == "dense",
+        "ACCUMULATE": kind == "k_grouped", "GROUPS": 8, "BLOCK_M": block_m, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K,
+        "GROUP_M": GROUP_M,
     }  # fmt: skip
     types = POINTERS | dict.fromkeys(("scale_a", "scale_b", "bias"), "*fp32")
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in gemm_kernel.arg_names}

@@ -105,7 +105,8 @@ def numbers(device: torch.device, backend: str | None) -> Iterator[Finding]:
         return [(got[:30], quantize(x[:30]), experts[0], None), (got[30:], quantize(x[30:]), experts[2], None)]
 
     def masked():
-        got = masked_gemm(x[:36].view(3, 12, k), experts, torch.tensor([12, 0, 5], dtype=torch.int32, device=device), backend=backend)
+        rows = torch.tensor([12, 0, 5], dtype=torch.int32, device=device)
+        got = masked_gemm(x[:36].view(3, 12, k), experts, rows, backend=backend)
         return [(got[0], quantize(x[:12]), experts[0], None), (got[2, :5], quantize(x[24:29]), experts[2], None)]
 
     def k_grouped():
@@ -121,7 +122,7 @@ def _checked(name: str, device: torch.device, backend: str | None, call) -> Iter
     try:
         parts = call()
     except Exception as error:  # the smoke test reports whatever goes wrong and goes on
-        yield Finding(name, False, f"{type(error).__name__}: {error}", "see the message; FP8_GEMM_BACKEND=reference avoids the kernels")
+        yield Finding(name, False, f"{type(error).__name__}: {error}", "FP8_GEMM_BACKEND=reference avoids the kernels")
         return
     tensor_core = (backend or dispatch.choose(Problem("dense", 1, 1, 1), device)[0]) in dispatch.PLANNED + ("triton",)
     right = all(_within_bound(got, a, b, tensor_core, bias) for got, a, b, bias in parts)
@@ -183,7 +184,8 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m fp8_gemm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser("python -m fp8_gemm", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("smoke", "warmup", "explain"):
         command = commands.add_parser(name)

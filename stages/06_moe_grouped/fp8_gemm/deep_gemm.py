@@ -11,6 +11,7 @@ The API followed is that of DeepGEMM 2.x, with the names of its first release as
 import torch
 
 from fp8_gemm import ops
+from fp8_gemm.dispatch import SMS_OF_AN_H200
 from fp8_gemm.gemm import gemm
 from fp8_gemm.grouped import grouped_gemm, k_grouped_gemm, masked_gemm
 from fp8_gemm.quantize import GroupedTensor, ScaledTensor, quantize
@@ -23,8 +24,8 @@ __all__ = [
     "get_mk_alignment_for_contiguous_layout", "get_mn_major_tma_aligned_tensor", "get_num_sms", "get_tma_aligned_size",
     "k_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nn_contiguous", "m_grouped_fp8_gemm_nt_contiguous",
     "m_grouped_fp8_gemm_nt_masked", "m_grouped_gemm_fp8_fp8_bf16_nt_contiguous", "m_grouped_gemm_fp8_fp8_bf16_nt_masked",
-    "per_block_cast_to_fp8", "per_channel_cast_to_fp8", "per_token_cast_to_fp8", "set_num_sms", "transform_sf_into_required_layout",
-    "wgrad_gemm_fp8_fp8_fp32_nt",
+    "per_block_cast_to_fp8", "per_channel_cast_to_fp8", "per_token_cast_to_fp8", "set_num_sms",
+    "transform_sf_into_required_layout", "wgrad_gemm_fp8_fp8_fp32_nt",
 ]  # fmt: skip
 
 Operand = tuple[torch.Tensor, torch.Tensor]
@@ -94,8 +95,8 @@ def m_grouped_fp8_gemm_nt_contiguous(
         grouped_gemm(activations, weights, indices=grouped_layout, out=d, out_dtype=_dtype("d", d), **_overrides(d))
         return
     if tuple(grouped_layout.shape) != (weights.groups,) or grouped_layout.dtype != torch.int32:
-        raise ValueError(f"grouped_layout is {grouped_layout.dtype} of shape {tuple(grouped_layout.shape)}; with use_psum_layout it "
-                         f"must be int32 ({weights.groups},), where each group ends")  # fmt: skip
+        raise ValueError(f"grouped_layout is {grouped_layout.dtype} of shape {tuple(grouped_layout.shape)}; with "
+                         f"use_psum_layout it must be int32 ({weights.groups},), where each group ends")  # fmt: skip
     starts = torch.nn.functional.pad(align(grouped_layout[:-1], CONTIGUOUS_ALIGNMENT), (1, 0)).clamp_max(activations.rows)
     ends = torch.maximum(grouped_layout, starts)  # an empty group may end where the group before it did
     offsets = torch.nn.functional.pad(starts, (0, 1), value=activations.rows)
@@ -103,7 +104,9 @@ def m_grouped_fp8_gemm_nt_contiguous(
              weights.recipe, _dtype("d", d), BLOCK, None, grad_format="e4m3", options=_overrides(d), out=d)  # fmt: skip
 
 
-def m_grouped_fp8_gemm_nn_contiguous(a: Operand, b: Operand, d: torch.Tensor, grouped_layout: torch.Tensor, recipe=None, **options) -> None:
+def m_grouped_fp8_gemm_nn_contiguous(
+    a: Operand, b: Operand, d: torch.Tensor, grouped_layout: torch.Tensor, recipe=None, **options
+) -> None:
     """As m_grouped_fp8_gemm_nt_contiguous with b (G, K, N) and its scales transposed; b a view of a K-major tensor."""
     m_grouped_fp8_gemm_nt_contiguous(a, _transposed(b), d, grouped_layout, recipe, **options)
 
@@ -113,7 +116,7 @@ def m_grouped_fp8_gemm_nt_masked(
     recipe: tuple[int, int, int] | None = None, *, recipe_a: tuple[int, int] | None = None,
     recipe_b: tuple[int, int] | None = None, compiled_dims: str = "nk", disable_ue8m0_cast: bool = False,
 ) -> None:  # fmt: skip
-    """d (G, max M, N): the first masked_m[g] rows of a[g] (max M, K) times b[g] (N, K) transposed; later rows keep what they hold.
+    """d (G, max M, N): the first masked_m[g] rows of a[g] (max M, K) times b[g] (N, K) transposed. Later rows stay as they are.
 
     expected_m, the rows a group usually has, is a hint that this library's plans do not need.
     """
@@ -131,7 +134,9 @@ def m_grouped_gemm_fp8_fp8_bf16_nt_contiguous(lhs: Operand, rhs: Operand, out: t
     m_grouped_fp8_gemm_nt_contiguous(lhs, rhs, out, m_indices)
 
 
-def m_grouped_gemm_fp8_fp8_bf16_nt_masked(lhs: Operand, rhs: Operand, out: torch.Tensor, masked_m: torch.Tensor, expected_m: int) -> None:
+def m_grouped_gemm_fp8_fp8_bf16_nt_masked(
+    lhs: Operand, rhs: Operand, out: torch.Tensor, masked_m: torch.Tensor, expected_m: int
+) -> None:
     """m_grouped_fp8_gemm_nt_masked by its first name."""
     m_grouped_fp8_gemm_nt_masked(lhs, rhs, out, masked_m, expected_m)
 
@@ -157,7 +162,8 @@ def k_grouped_fp8_gemm_nt_contiguous(
             raise ValueError(f"ks[{group}] is {size}; allowed are multiples of {BLOCK}: pad the group with zeros, or call "
                              "k_grouped_gemm, which takes any sizes")  # fmt: skip
     if tuple(ks_tensor.shape) != (len(ks),) or ks_tensor.dtype != torch.int32:
-        raise ValueError(f"ks_tensor is {ks_tensor.dtype} of shape {tuple(ks_tensor.shape)}; it must be int32 ({len(ks)},), ks on the device")
+        raise ValueError(f"ks_tensor is {ks_tensor.dtype} of shape {tuple(ks_tensor.shape)}; it must be int32 ({len(ks)},), "
+                         "ks on the device")  # fmt: skip
     operands = [_k_groups(name, operand, rows, ks) for name, operand, rows in (("a", a, d.shape[1]), ("b", b, d.shape[2]))]
     offsets = torch.nn.functional.pad(ks_tensor.cumsum(0), (1, 0)).int()
     k_grouped_gemm(*operands, offsets, c=c, out=d, out_dtype=_dtype("d", d), **_overrides(d))
@@ -167,9 +173,11 @@ def _k_groups(name: str, operand: Operand, rows: int, ks: list[int]) -> ScaledTe
     data, scale = _pair(name, operand)
     total = sum(ks)
     if data.numel() != rows * total or not data.is_contiguous():
-        raise ValueError(f"{name}[0] has {data.numel()} elements, strides {data.stride()}; it must be contiguous, {rows} x {total} elements")
+        raise ValueError(f"{name}[0] has {data.numel()} elements, strides {data.stride()}; it must be contiguous, {rows} x "
+                         f"{total} elements")  # fmt: skip
     if tuple(scale.shape) != (total // BLOCK, rows):
-        raise ValueError(f"{name}[1] has shape {tuple(scale.shape)}; it must be {(total // BLOCK, rows)}, a row of scales for each K block")
+        raise ValueError(f"{name}[1] has shape {tuple(scale.shape)}; it must be {(total // BLOCK, rows)}, a row of scales for "
+                         "each K block")  # fmt: skip
     groups = data.view(torch.uint8).flatten().split([rows * size for size in ks])  # bytes: not every torch can join FP8
     side_by_side = torch.cat([group.view(rows, size) for group, size in zip(groups, ks)], dim=1)
     return ScaledTensor(side_by_side.view(data.dtype), scale.t().contiguous(), "1x128")
@@ -180,7 +188,8 @@ def _k_groups(name: str, operand: Operand, rows: int, ks: list[int]) -> ScaledTe
 
 def _pair(name: str, operand) -> Operand:
     if not isinstance(operand, (tuple, list)) or len(operand) != 2 or not all(isinstance(x, torch.Tensor) for x in operand):
-        raise TypeError(f"{name} is {type(operand).__name__}; it must be a pair (FP8 data, float32 scales): per_token_cast_to_fp8(x)")
+        raise TypeError(f"{name} is {type(operand).__name__}; it must be a pair (FP8 data, float32 scales): "
+                        "per_token_cast_to_fp8(x)")  # fmt: skip
     return operand[0], operand[1]
 
 
@@ -247,7 +256,9 @@ def get_num_sms() -> int:
 
 
 def _available_sms() -> int:
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count if torch.cuda.is_available() else 132
+    if not torch.cuda.is_available():
+        return SMS_OF_AN_H200
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
 def get_m_alignment_for_contiguous_layout() -> int:
@@ -266,7 +277,8 @@ def get_tma_aligned_size(x: int, element_size: int) -> int:
 def get_mn_major_tma_aligned_tensor(sf: torch.Tensor) -> torch.Tensor:
     """Scales (…, rows, K blocks) float32 with the same values, laid out M-major: strides (1, rows padded to 16 bytes)."""
     if sf.dim() not in (2, 3) or sf.dtype != torch.float32:
-        raise ValueError(f"sf is {sf.dtype} of shape {tuple(sf.shape)}; it must be float32 (rows, K blocks) or (groups, rows, K blocks)")
+        raise ValueError(f"sf is {sf.dtype} of shape {tuple(sf.shape)}; it must be float32 (rows, K blocks) or (groups, rows, "
+                         "K blocks)")  # fmt: skip
     *groups, rows, k_blocks = sf.shape
     storage = sf.new_zeros(*groups, k_blocks, get_tma_aligned_size(rows, sf.element_size()))
     out = storage.mT[..., :rows, :]

@@ -66,7 +66,7 @@ class Explanation:
 
 
 def choose(problem: Problem, device: torch.device, backend: str | None = None) -> tuple[str, str | None, dict[str, str]]:
-    """(backend, who forced it, why not the others). Raises ValueError for an unknown backend, RuntimeError for one that cannot."""
+    """(backend, who forced it, why not the others). ValueError for an unknown backend, RuntimeError for one that cannot."""
     forced = "backend=" if backend else None
     if not backend and os.environ.get(BACKEND_VARIABLE):
         backend, forced = os.environ[BACKEND_VARIABLE], BACKEND_VARIABLE
@@ -124,7 +124,7 @@ def _triton_obstacle(device: torch.device) -> str | None:
         return "triton is not installed: pip install 'triton>=3.6'"
     if device.type == "cpu":
         if os.environ.get("TRITON_INTERPRET") != "1":
-            return "the tensors are on the CPU, where Triton has only its interpreter: set TRITON_INTERPRET=1 before the first call"
+            return "on the CPU Triton has only its interpreter: set TRITON_INTERPRET=1 before the first call"
     elif device.type != "cuda":
         return f"the tensors are on {device}; Triton takes CUDA tensors"
     elif _capability(device) < (8, 9):

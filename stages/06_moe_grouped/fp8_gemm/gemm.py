@@ -48,8 +48,8 @@ def gemm(
     c, result = _flat("c", c, leading, n), _flat("out", out, leading, n)
     fp8 = format_of(out_dtype) if out_dtype in FP8_DTYPES else None
     if fp8 and (out is not None or c is not None):
-        raise ValueError(f"out_dtype is {out_dtype}, which gives a new ScaledTensor; {'out' if out is not None else 'c'} cannot be "
-                         "given: compute in float32 and quantize the result")  # fmt: skip
+        raise ValueError(f"out_dtype is {out_dtype}, which gives a new ScaledTensor; {'out' if out is not None else 'c'} "
+                         "cannot be given: compute in float32 and quantize the result")  # fmt: skip
 
     arguments = (a, a_scale, b, b_scale, bias, recipe_a, recipe_b, torch.float32 if fp8 else out_dtype, interval, backend)
     accumulate = c is not None
@@ -58,7 +58,8 @@ def gemm(
     ):  # fmt: skip
         # Recorded: the product in FP32, so that adding c rounds once to out_dtype, as the kernel does.
         _check_c(c, out_dtype)
-        product = ops.call("gemm", *arguments[:7], torch.float32, interval, backend, grad_format=grad_format, options=plan_overrides)
+        product = ops.call("gemm", *arguments[:7], torch.float32, interval, backend, grad_format=grad_format,
+                           options=plan_overrides)  # fmt: skip
         return (product + c).to(out_dtype).reshape(*leading, n)
     if accumulate and c is not result:
         _check_c(c, out_dtype)
@@ -72,7 +73,8 @@ def gemm(
 
 def _check_c(c: torch.Tensor, out_dtype: torch.dtype) -> None:
     if c.dtype != out_dtype:
-        raise TypeError(f"c has dtype {c.dtype} and out_dtype is {out_dtype}; they must be equal: pass out_dtype={c.dtype}, or c.to(…)")
+        raise TypeError(f"c has dtype {c.dtype} and out_dtype is {out_dtype}; they must be equal: pass out_dtype={c.dtype}, "
+                        "or c.to(…)")  # fmt: skip
 
 
 def _leading_dimensions(a, transposed: bool) -> tuple[int, ...]:
@@ -86,8 +88,8 @@ def _operand(name: str, operand, transposed: bool, layout: str, recipe, index: i
     """(data, scale or None, recipe) of an operand as (rows, K)."""
     if isinstance(operand, ScaledTensor):
         if transposed:
-            raise ValueError(f"{name} is a ScaledTensor and layout {layout!r} gives {name} transposed, but FP8 data is read along K and "
-                             f"its scales lie along K: quantise the transposed tensor, quantize(x.t(), {operand.recipe!r}), "
+            raise ValueError(f"{name} is a ScaledTensor and layout {layout!r} gives {name} transposed, but FP8 data is read "
+                             f"along K, as its scales are: quantise the transposed tensor, quantize(x.t(), {operand.recipe!r}), "
                              "and pass layout='nt'")  # fmt: skip
         return operand.data, operand.scale, operand.recipe
     if isinstance(operand, GroupedTensor):
@@ -97,11 +99,12 @@ def _operand(name: str, operand, transposed: bool, layout: str, recipe, index: i
     if operand.dtype in FP8_DTYPES:
         raise TypeError(f"{name} has dtype {operand.dtype} without scales: pass ScaledTensor({name}, scale, recipe)")
     if operand.dtype not in WIDE_DTYPES:
-        raise TypeError(f"{name} has dtype {operand.dtype}; allowed are bfloat16, float16 and float32, or a ScaledTensor: pass {name}.float()")
+        raise TypeError(f"{name} has dtype {operand.dtype}; allowed are bfloat16, float16 and float32, or a ScaledTensor: "
+                        f"pass {name}.float()")  # fmt: skip
     if operand.dim() < 2 or (operand.dim() > 2 and (name == "b" or transposed)):
-        allowed = "(N, K)" if name == "b" and not transposed else "(K, N)" if name == "b" else "(K, M)" if transposed else "(…, K)"
-        hint = ": pass x[None] for one row" if operand.dim() == 1 else ": grouped_gemm and masked_gemm take a weight for each group"
-        raise ValueError(f"{name} has shape {tuple(operand.shape)}; layout {layout!r} takes {allowed}{hint}")
+        allowed = {("a", False): "(…, K)", ("a", True): "(K, M)", ("b", False): "(N, K)", ("b", True): "(K, N)"}[name, transposed]
+        hint = "pass x[None] for one row" if operand.dim() == 1 else "grouped_gemm and masked_gemm take a weight for each group"
+        raise ValueError(f"{name} has shape {tuple(operand.shape)}; layout {layout!r} takes {allowed}: {hint}")
     if not isinstance(recipe, (tuple, list)) or len(recipe) != 2:
         raise ValueError(f"recipe is {recipe!r}; it must be a pair, one for a and one for b, such as ('1x128', '128x128')")
     matrix = operand.t() if transposed else operand.flatten(0, -2)
@@ -117,6 +120,6 @@ def _flat(name: str, tensor: torch.Tensor | None, leading: tuple[int, ...], n: i
     if tuple(tensor.shape) != (*leading, n):
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; a and b give {(*leading, n)}")
     if not tensor.is_contiguous():
-        raise ValueError(f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}; with several leading dimensions it "
-                         f"must be contiguous: pass {name}.contiguous()")  # fmt: skip
+        raise ValueError(f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}; with several leading "
+                         f"dimensions it must be contiguous: pass {name}.contiguous()")  # fmt: skip
     return tensor.view(-1, n)

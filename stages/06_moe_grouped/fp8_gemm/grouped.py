@@ -84,18 +84,19 @@ def k_grouped_gemm(
     b, b_scale, _ = _matrix("b", b, ("1x128", "1x128"), 1)
     if not isinstance(offsets, torch.Tensor) or offsets.dim() != 1 or offsets.shape[0] < 2:
         given = f"shape {tuple(offsets.shape)}" if isinstance(offsets, torch.Tensor) else type(offsets).__name__
-        raise ValueError(f"offsets is {given}; it must be an int32 tensor (groups + 1,) on the device of a, with at least one group")
+        raise ValueError(f"offsets is {given}; it must be an int32 tensor (groups + 1,) on the device of a, with at least one "
+                         "group")  # fmt: skip
     if accumulate and (out is None or c is not None):
-        raise ValueError(f"accumulate is True, {'without out' if out is None else 'and c is given'}; it adds to what out holds: pass out, "
-                         "or only c")  # fmt: skip
+        raise ValueError(f"accumulate is True, {'without out' if out is None else 'and c is given'}; it adds to what out "
+                         "holds: pass out, or only c")  # fmt: skip
     if out_dtype in FP8_DTYPES:
         raise ValueError(f"out_dtype is {out_dtype}; weight gradients come as bfloat16, float16 or float32")
     shape = (offsets.shape[0] - 1, a.shape[0], b.shape[0])
     arguments = (a, a_scale, b, b_scale, offsets, None, out_dtype, backend)
     options = {"grad_format": grad_format, "options": plan_overrides}
     if c is not None and (tuple(c.shape) != shape or c.dtype != out_dtype):
-        raise ValueError(f"c has shape {tuple(c.shape)} and dtype {c.dtype}; it must be {shape} and {out_dtype}: pass out_dtype={c.dtype} "
-                         "or another c")  # fmt: skip
+        raise ValueError(f"c has shape {tuple(c.shape)} and dtype {c.dtype}; it must be {shape} and {out_dtype}: pass "
+                         f"out_dtype={c.dtype} or another c")  # fmt: skip
     if c is not None and out is None and ops.traced(a, b, c):
         return (ops.call("k_grouped", *arguments[:6], torch.float32, backend, **options) + c).to(out_dtype)
     if c is not None and c is not out:
@@ -107,7 +108,8 @@ def _fp8(out_dtype: torch.dtype, out: torch.Tensor | None):
     if out_dtype not in FP8_DTYPES:
         return None
     if out is not None:
-        raise ValueError(f"out_dtype is {out_dtype}, which gives new data and scales; out cannot be given: compute in float32 and quantize")
+        raise ValueError(f"out_dtype is {out_dtype}, which gives new data and scales; out cannot be given: compute in float32 "
+                         "and quantize")  # fmt: skip
     return format_of(out_dtype)
 
 
@@ -127,9 +129,10 @@ def _operand(name, operand, recipe, index, scaled_type, dimensions, shape):
         raise TypeError(f"{name} is a {type(operand).__name__}; it must be a torch.Tensor or a {scaled_type.__name__}, {shape}")
     if operand.dtype not in WIDE_DTYPES:
         fix = f"{scaled_type.__name__}({name}, scale, recipe)" if operand.dtype in FP8_DTYPES else f"{name}.float()"
-        raise TypeError(f"{name} has dtype {operand.dtype}; allowed are bfloat16, float16, float32 and {scaled_type.__name__}: pass {fix}")
+        raise TypeError(f"{name} has dtype {operand.dtype}; allowed are bfloat16, float16, float32 and "
+                        f"{scaled_type.__name__}: pass {fix}")  # fmt: skip
     if operand.dim() != dimensions or (dimensions == 3 and operand.shape[0] == 0):
-        hint = ": pass x.flatten(0, -2)" if dimensions == 2 and operand.dim() > 2 else ", with at least one group" * (dimensions == 3)
+        hint = ", with at least one group" if dimensions == 3 else ": pass x.flatten(0, -2)" if operand.dim() > 2 else ""
         raise ValueError(f"{name} has shape {tuple(operand.shape)}; it must be {shape}{hint}")
     if not isinstance(recipe, (tuple, list)) or len(recipe) != 2:
         raise ValueError(f"recipe is {recipe!r}; it must be a pair, one for a and one for b, such as ('1x128', '128x128')")

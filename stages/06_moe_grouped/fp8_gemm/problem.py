@@ -86,8 +86,8 @@ class Problem:
     def _check_interval(self):
         if self.interval is None:
             if self.block_scaled:
-                raise ValueError(f"interval is None, but scales change every {BLOCK} of K, where the accumulator must be promoted: "
-                                 f"pass interval={BLOCK}, or quantise per tensor or per row")  # fmt: skip
+                raise ValueError(f"interval is None, but scales change every {BLOCK} of K, where the accumulator must be "
+                                 f"promoted: pass interval={BLOCK}, or quantise per tensor or per row")  # fmt: skip
             return
         if isinstance(self.interval, bool) or not isinstance(self.interval, int) or self.interval < 1 or self.interval % BLOCK:
             raise ValueError(f"interval is {self.interval!r}; allowed are multiples of {BLOCK}"
@@ -163,8 +163,8 @@ def describe(
                             f"{_MAKER[wanted]}({name}, recipe)")  # fmt: skip
         _check_k_major(f"{name}.data", operand.data)
     if a.k != b.k:
-        raise ValueError(f"b has shape {tuple(b.data.shape)} and a {tuple(a.data.shape)}; their last dimension, K, must be equal: "
-                         "A is (M, K), B is (N, K); transpose b before quantising it")  # fmt: skip
+        raise ValueError(f"b has shape {tuple(b.data.shape)} and a {tuple(a.data.shape)}; their last dimension, K, must be "
+                         "equal: A is (M, K), B is (N, K); transpose b before quantising it")  # fmt: skip
     for name, tensor in (("b", b.data), ("bias", bias), ("offsets", offsets), ("ends", ends), ("masked_m", masked_m)):
         if tensor is not None:
             _check_device(name, tensor, a.device)
@@ -203,7 +203,8 @@ def row_groups(
     given = {"offsets": offsets, "counts": counts, "indices": indices}
     names = [name for name, value in given.items() if value is not None]
     if len(names) != 1:
-        raise ValueError(f"{', '.join(names) or 'none of offsets, counts, indices'} given; pass exactly one of offsets, counts, indices")
+        raise ValueError(f"{', '.join(names) or 'none of offsets, counts, indices'} given; pass exactly one of offsets, "
+                         "counts, indices")  # fmt: skip
     if not isinstance(given[names[0]], torch.Tensor):
         raise TypeError(f"{names[0]} is a {type(given[names[0]]).__name__}; it must be a tensor on the device of a: "
                         f"torch.tensor({names[0]}, dtype=torch.int32, device=a.device)")  # fmt: skip
@@ -239,7 +240,8 @@ def _check_indices(indices: torch.Tensor, groups: int) -> None:
     outside = ((indices < -1) | (indices >= groups)).nonzero()
     if len(outside):
         row = int(outside[0])
-        raise ValueError(f"indices[{row}] is {int(indices[row])}; b has {groups} groups: allowed are -1 (no group) and 0 to {groups - 1}")
+        raise ValueError(f"indices[{row}] is {int(indices[row])}; b has {groups} groups: allowed are -1 (no group) and 0 to "
+                         f"{groups - 1}")  # fmt: skip
     previous, gap = -1, False
     for row, value in enumerate(indices.tolist()):
         if value == -1:
@@ -290,7 +292,8 @@ def _check_device(name: str, tensor, device: torch.device) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor on {device}")
     if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device} and a on {device}; they must be on one device: pass {name}.to('{device}')")
+        raise ValueError(f"{name} is on {tensor.device} and a on {device}; they must be on one device: pass "
+                         f"{name}.to('{device}')")  # fmt: skip
 
 
 def _check_group_tensor(name: str, tensor: torch.Tensor | None, length: int, what: str = "") -> None:
@@ -325,12 +328,13 @@ def check_out(problem: Problem, operands: Operands, out: torch.Tensor, name: str
         hint = ": it is transposed, pass a row-major (M, N)" if tuple(out.shape) == problem.out_shape[::-1] else ""
         raise ValueError(f"{name} has shape {tuple(out.shape)}; a and b give {problem.out_shape}{hint}")
     if out.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} requires grad, but a result written in place has no gradient: pass {name}.detach(), or no {name}")
+        raise ValueError(f"{name} requires grad, but a result written in place has no gradient: pass {name}.detach(), or no "
+                         f"{name}")  # fmt: skip
     extent = 1
     for size, stride in reversed(list(zip(out.shape, out.stride()))):
         if size > 1 and (stride < extent or (extent == 1 and stride != 1 and out.shape[-1] > 1)):
-            raise ValueError(f"{name} has strides {out.stride()} for shape {tuple(out.shape)}; a row's elements must be side by side "
-                             f"and rows must not overlap: pass {name}.contiguous() and copy back, or no {name}")  # fmt: skip
+            raise ValueError(f"{name} has strides {out.stride()} for shape {tuple(out.shape)}; a row's elements must be side "
+                             f"by side and rows must not overlap: pass a {name}.contiguous() and copy back")  # fmt: skip
         extent = max(extent, size * stride)
     for other in ("a", "b", "a_scale", "b_scale", "bias", "offsets", "ends", "masked_m"):
         tensor = getattr(operands, other)
@@ -361,14 +365,15 @@ def check_group_values(
     if problem.kind == "masked":
         for group, rows in enumerate(masked_m.tolist()):
             if not 0 <= rows <= problem.m:
-                raise ValueError(f"masked_m[{group}] is {rows}; a has {problem.m} rows for each group: allowed are 0 to {problem.m}, "
-                                 "make a larger or drop rows")  # fmt: skip
+                raise ValueError(f"masked_m[{group}] is {rows}; a has {problem.m} rows for each group: allowed are 0 to "
+                                 f"{problem.m}, make a larger or drop rows")  # fmt: skip
 
 
 def _check_offsets(problem: Problem, offsets: list[int], ends: list[int] | None) -> None:
     name, limit = ("M", problem.m) if problem.kind == "contiguous" else ("K", problem.k)
     if offsets[0] < 0 or (offsets[0] != 0 and ends is None):
-        raise ValueError(f"offsets[0] is {offsets[0]}; the first group starts at 0: offsets are the cumulated sizes with a 0 in front")
+        raise ValueError(f"offsets[0] is {offsets[0]}; the first group starts at 0: offsets are the cumulated sizes with a 0 "
+                         "in front")  # fmt: skip
     for group, (start, stop) in enumerate(zip(offsets, offsets[1:])):
         if stop < start:
             raise ValueError(f"offsets[{group + 1}] is {stop} and offsets[{group}] {start}; offsets must not decrease: "

@@ -61,10 +61,10 @@ class GroupedTensor:
         if self.scale.dim() == 0 or self.scale.shape[0] != self.data.shape[0]:
             wanted = (self.groups, *scale_shape(self.recipe, self.rows, self.k))
             raise ValueError(f"scale has shape {tuple(self.scale.shape)}; recipe {self.recipe!r} of data "
-                             f"{tuple(self.data.shape)} needs {wanted}: quantize_grouped(x, {self.recipe!r}) makes it")  # fmt: skip
+                             f"{tuple(self.data.shape)} needs {wanted}: call quantize_grouped(x, {self.recipe!r})")  # fmt: skip
         if not self.scale.is_contiguous():
-            raise ValueError(f"scale has strides {self.scale.stride()} for shape {tuple(self.scale.shape)}; it must be contiguous: "
-                             "pass scale.contiguous() if entry [group, row block, K block] is the right one")  # fmt: skip
+            raise ValueError(f"scale has strides {self.scale.stride()} for shape {tuple(self.scale.shape)}; it must be "
+                             "contiguous: pass scale.contiguous() if its entries are the right ones")  # fmt: skip
         self[0]  # checks dtypes, devices and the shape of one group's scales
 
     def __getitem__(self, group: int) -> ScaledTensor:

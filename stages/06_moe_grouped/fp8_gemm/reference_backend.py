@@ -29,7 +29,9 @@ def run(problem: Problem, operands: Operands, out: torch.Tensor, *, exact: bool 
             part.copy_(product)
 
 
-def _products(problem: Problem, operands: Operands, out: torch.Tensor) -> Iterator[tuple[ScaledTensor, ScaledTensor, torch.Tensor]]:
+def _products(
+    problem: Problem, operands: Operands, out: torch.Tensor
+) -> Iterator[tuple[ScaledTensor, ScaledTensor, torch.Tensor]]:
     """(a, b, the part of out that is their product), for every group that has an output."""
     a, b = operands.a, operands.b
     if problem.kind == "dense":

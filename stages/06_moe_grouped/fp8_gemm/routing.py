@@ -62,13 +62,15 @@ def routing_report(
         kind = given.dtype if isinstance(given, torch.Tensor) else type(given).__name__
         raise TypeError(f"{name} is {kind}; it must be a tensor of integers")
     if given.dim() != (1 if counts is not None else 2):
-        raise ValueError(f"{name} has shape {tuple(given.shape)}; it must be {'(experts,)' if counts is not None else '(tokens, top_k)'}")
+        raise ValueError(f"{name} has shape {tuple(given.shape)}; it must be "
+                         f"{'(experts,)' if counts is not None else '(tokens, top_k)'}")  # fmt: skip
     if counts is None:
         if not num_experts or num_experts < 1:
             raise ValueError(f"num_experts is {num_experts}; topk_ids needs it, an integer >= 1")
         ids = topk_ids.flatten().long()
         if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < num_experts:
-            raise ValueError(f"topk_ids holds {int(ids.min())} to {int(ids.max())}; allowed are -1 (none) and 0 to {num_experts - 1}")
+            raise ValueError(f"topk_ids holds {int(ids.min())} to {int(ids.max())}; allowed are -1 (none) and 0 to "
+                             f"{num_experts - 1}")  # fmt: skip
         counts = torch.bincount(ids[ids >= 0], minlength=num_experts)
         tokens = topk_ids.shape[0]
     sizes = counts.tolist()
@@ -98,10 +100,10 @@ def _advice(rows, masked_share, dense_share, fixed_shapes) -> tuple[str, str]:
     if rows and dense_share >= DENSE_SHARE:
         return "dense", f"{dense_share:.0%} of the tiles of a dense run have work, so sorting tokens by expert saves nothing"
     if fixed_shapes:
-        return "masked", f"shapes must not depend on the routing; {masked_share:.0%} of the buffer's tiles have work, empty ones are skipped"
+        return "masked", f"shapes must not depend on the routing; {masked_share:.0%} of the tiles have work, others are skipped"
     if rows and masked_share >= MASKED_SHARE:
         return "masked", f"{masked_share:.0%} of the buffer's tiles have work, and masked groups need no sorting or offsets"
-    return "contiguous", f"only {masked_share:.0%} of a masked buffer's tiles would have work: rows one after another save its memory"
+    return "contiguous", f"only {masked_share:.0%} of a masked buffer's tiles would have work; rows one after another save memory"
 
 
 def validate_groups(

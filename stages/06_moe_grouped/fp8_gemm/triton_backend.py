@@ -119,9 +119,9 @@ def run(problem: Problem, operands: Operands, out: torch.Tensor, *, batch_invari
         # The descriptors are made on the GPU, in memory that Triton asks for.
         triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=out.device))
         gemm_kernel[grid](
-            a, b, operands.a_scale, operands.b_scale, operands.a_scale if operands.bias is None else operands.bias, out, begins, ends,
-            *a.shape[:1], *b.shape[:1], problem.m, problem.n, a.shape[1], problem.groups, a.stride(0), b.stride(0), out.stride(-2),
-            out.stride(0) if out.dim() == 3 else 0,
+            a, b, operands.a_scale, operands.b_scale, operands.a_scale if operands.bias is None else operands.bias, out, begins,
+            ends, a.shape[0], b.shape[0], problem.m, problem.n, a.shape[1], problem.groups, a.stride(0), b.stride(0),
+            out.stride(-2), out.stride(0) if out.dim() == 3 else 0,
             *_scale_strides(operands.a_scale, problem.recipe_a), *_scale_strides(operands.b_scale, problem.recipe_b),
             KIND=KINDS[problem.kind], PROMOTE=problem.interval is not None, B_SHARED=problem.recipe_b == "128x128",
             BIAS=problem.bias, ACCUMULATE=problem.accumulate, GROUPS=triton.next_power_of_2(problem.groups),
@@ -137,7 +137,7 @@ def _stages(device: torch.device) -> int:
 
 
 def _for_descriptor(data: torch.Tensor) -> torch.Tensor:
-    """FP8 data as (rows of all groups, K) at an address and a pitch that are multiples of 16 bytes; a padded copy if they are not."""
+    """FP8 data as (rows of all groups, K), address and pitch multiples of 16 bytes; a padded copy where they are not."""
     *leading, k = data.shape
     rows = data.numel() // k
     one_pitch = data.dim() == 2 or data.shape[0] == 1 or data.stride(0) == data.shape[1] * data.stride(1)

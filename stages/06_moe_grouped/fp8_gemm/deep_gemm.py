@@ -100,8 +100,8 @@ def m_grouped_fp8_gemm_nt_contiguous(
     starts = torch.nn.functional.pad(align(grouped_layout[:-1], CONTIGUOUS_ALIGNMENT), (1, 0)).clamp_max(activations.rows)
     ends = torch.maximum(grouped_layout, starts)  # an empty group may end where the group before it did
     offsets = torch.nn.functional.pad(starts, (0, 1), value=activations.rows)
-    ops.call("grouped", activations.data, activations.scale, weights.data, weights.scale, offsets, ends, "1x128",
-             weights.recipe, _dtype("d", d), BLOCK, None, grad_format="e4m3", options=_overrides(d), out=d)  # fmt: skip
+    ops.call("grouped", activations, weights, offsets, ends, "1x128", weights.recipe, _dtype("d", d), BLOCK, None,
+             grad_format="e4m3", options=_overrides(d), out=d)  # fmt: skip
 
 
 def m_grouped_fp8_gemm_nn_contiguous(

@@ -42,23 +42,21 @@ def gemm(
                          "'n' as in A (M, K) and B (K, N), 't' transposed")  # fmt: skip
     a_transposed, b_transposed = LAYOUTS[layout]
     leading = _leading_dimensions(a, a_transposed)
-    a, a_scale, recipe_a = _operand("a", a, a_transposed, layout, recipe, 0)
-    b, b_scale, recipe_b = _operand("b", b, b_transposed, layout, recipe, 1)
-    n = b.shape[0]
+    a, recipe_a = _operand("a", a, a_transposed, layout, recipe, 0)
+    b, recipe_b = _operand("b", b, b_transposed, layout, recipe, 1)
+    n = b.rows if isinstance(b, ScaledTensor) else b.shape[0]
     c, result = _flat("c", c, leading, n), _flat("out", out, leading, n)
     fp8 = format_of(out_dtype) if out_dtype in FP8_DTYPES else None
     if fp8 and (out is not None or c is not None):
         raise ValueError(f"out_dtype is {out_dtype}, which gives a new ScaledTensor; {'out' if out is not None else 'c'} "
                          "cannot be given: compute in float32 and quantize the result")  # fmt: skip
 
-    arguments = (a, a_scale, b, b_scale, bias, recipe_a, recipe_b, torch.float32 if fp8 else out_dtype, interval, backend)
+    arguments = (a, b, bias, recipe_a, recipe_b, torch.float32 if fp8 else out_dtype, interval, backend)
     accumulate = c is not None
-    if accumulate and out is None and torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (a, b, bias, c)
-    ):  # fmt: skip
+    if accumulate and out is None and ops.traced(a, b, bias, c):
         # Recorded: the product in FP32, so that adding c rounds once to out_dtype, as the kernel does.
         _check_c(c, out_dtype)
-        product = ops.call("gemm", *arguments[:7], torch.float32, interval, backend, grad_format=grad_format,
+        product = ops.call("gemm", *arguments[:5], torch.float32, interval, backend, grad_format=grad_format,
                            options=plan_overrides)  # fmt: skip
         return (product + c).to(out_dtype).reshape(*leading, n)
     if accumulate and c is not result:
@@ -85,13 +83,13 @@ def _leading_dimensions(a, transposed: bool) -> tuple[int, ...]:
 
 
 def _operand(name: str, operand, transposed: bool, layout: str, recipe, index: int):
-    """(data, scale or None, recipe) of an operand as (rows, K)."""
+    """(operand, recipe): a ScaledTensor as it is, a plain tensor as (rows, K)."""
     if isinstance(operand, ScaledTensor):
         if transposed:
             raise ValueError(f"{name} is a ScaledTensor and layout {layout!r} gives {name} transposed, but FP8 data is read "
                              f"along K, as its scales are: quantise the transposed tensor, quantize(x.t(), {operand.recipe!r}), "
                              "and pass layout='nt'")  # fmt: skip
-        return operand.data, operand.scale, operand.recipe
+        return operand, operand.recipe
     if isinstance(operand, GroupedTensor):
         raise TypeError(f"{name} is a GroupedTensor, several matrices: call grouped_gemm or masked_gemm")
     if not isinstance(operand, torch.Tensor):
@@ -108,7 +106,7 @@ def _operand(name: str, operand, transposed: bool, layout: str, recipe, index: i
     if not isinstance(recipe, (tuple, list)) or len(recipe) != 2:
         raise ValueError(f"recipe is {recipe!r}; it must be a pair, one for a and one for b, such as ('1x128', '128x128')")
     matrix = operand.t() if transposed else operand.flatten(0, -2)
-    return matrix, None, recipe[index]
+    return matrix, recipe[index]
 
 
 def _flat(name: str, tensor: torch.Tensor | None, leading: tuple[int, ...], n: int) -> torch.Tensor | None:

@@ -31,12 +31,12 @@ def grouped_gemm(
     reaches no other row. Values of group tensors are checked on the CPU; on a GPU by validate_groups, or for every call with
     FP8_GEMM_VALIDATE=1. Other arguments and errors as in gemm. Differentiable in plain a and b.
     """
-    a, a_scale, recipe_a = _matrix("a", a, recipe, 0)
-    b, b_scale, recipe_b = _stack("b", b, recipe, 1)
-    offsets, ends = row_groups(b.shape[0], a.shape[0], offsets=offsets, counts=counts, indices=indices)
+    a, recipe_a = _matrix("a", a, recipe, 0)
+    b, recipe_b = _stack("b", b, recipe, 1)
+    offsets, ends = row_groups(_shape(b)[0], _shape(a)[0], offsets=offsets, counts=counts, indices=indices)
     fp8 = _fp8(out_dtype, out)
-    result = ops.call("grouped", a, a_scale, b, b_scale, offsets, ends, recipe_a, recipe_b, torch.float32 if fp8 else out_dtype,
-                      interval, backend, grad_format=grad_format, options=plan_overrides, out=out)  # fmt: skip
+    result = ops.call("grouped", a, b, offsets, ends, recipe_a, recipe_b, torch.float32 if fp8 else out_dtype, interval, backend,
+                      grad_format=grad_format, options=plan_overrides, out=out)  # fmt: skip
     return quantize(result, "1x128", fp8) if fp8 else result
 
 
@@ -54,13 +54,13 @@ def masked_gemm(
     Rows from masked_m[g] on are not written, as in grouped_gemm. Buffers of one size whatever the routing: what CUDA graphs
     of a decoding step need. Other arguments and errors as in gemm. Differentiable in plain a and b.
     """
-    a, a_scale, recipe_a = _stack("a", a, recipe, 0)
-    b, b_scale, recipe_b = _stack("b", b, recipe, 1)
+    a, recipe_a = _stack("a", a, recipe, 0)
+    b, recipe_b = _stack("b", b, recipe, 1)
     if not isinstance(masked_m, torch.Tensor):
-        raise TypeError(f"masked_m is a {type(masked_m).__name__}; it must be an int32 tensor ({b.shape[0]},) on the device of a")
+        raise TypeError(f"masked_m is a {type(masked_m).__name__}; it must be an int32 tensor ({_shape(b)[0]},) on a's device")
     fp8 = _fp8(out_dtype, out)
-    result = ops.call("masked", a, a_scale, b, b_scale, masked_m, recipe_a, recipe_b, torch.float32 if fp8 else out_dtype,
-                      interval, backend, grad_format=grad_format, options=plan_overrides, out=out)  # fmt: skip
+    result = ops.call("masked", a, b, masked_m, recipe_a, recipe_b, torch.float32 if fp8 else out_dtype, interval, backend,
+                      grad_format=grad_format, options=plan_overrides, out=out)  # fmt: skip
     return quantize_grouped(result, "1x128", fp8) if fp8 else result
 
 
@@ -80,8 +80,8 @@ def k_grouped_gemm(
 
     A group of size 0 gives zeros, or c. Other arguments and errors as in gemm. Differentiable in plain a and b, and in c.
     """
-    a, a_scale, _ = _matrix("a", a, ("1x128", "1x128"), 0)
-    b, b_scale, _ = _matrix("b", b, ("1x128", "1x128"), 1)
+    a, _ = _matrix("a", a, ("1x128", "1x128"), 0)
+    b, _ = _matrix("b", b, ("1x128", "1x128"), 1)
     if not isinstance(offsets, torch.Tensor) or offsets.dim() != 1 or offsets.shape[0] < 2:
         given = f"shape {tuple(offsets.shape)}" if isinstance(offsets, torch.Tensor) else type(offsets).__name__
         raise ValueError(f"offsets is {given}; it must be an int32 tensor (groups + 1,) on the device of a, with at least one "
@@ -91,14 +91,14 @@ def k_grouped_gemm(
                          "holds: pass out, or only c")  # fmt: skip
     if out_dtype in FP8_DTYPES:
         raise ValueError(f"out_dtype is {out_dtype}; weight gradients come as bfloat16, float16 or float32")
-    shape = (offsets.shape[0] - 1, a.shape[0], b.shape[0])
-    arguments = (a, a_scale, b, b_scale, offsets, None, out_dtype, backend)
+    shape = (offsets.shape[0] - 1, _shape(a)[0], _shape(b)[0])
+    arguments = (a, b, offsets, None, out_dtype, backend)
     options = {"grad_format": grad_format, "options": plan_overrides}
     if c is not None and (tuple(c.shape) != shape or c.dtype != out_dtype):
         raise ValueError(f"c has shape {tuple(c.shape)} and dtype {c.dtype}; it must be {shape} and {out_dtype}: pass "
                          f"out_dtype={c.dtype} or another c")  # fmt: skip
     if c is not None and out is None and ops.traced(a, b, c):
-        return (ops.call("k_grouped", *arguments[:6], torch.float32, backend, **options) + c).to(out_dtype)
+        return (ops.call("k_grouped", *arguments[:4], torch.float32, backend, **options) + c).to(out_dtype)
     if c is not None and c is not out:
         out = c.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(c)
     return ops.call("k_grouped", *arguments, **options, out=out, accumulate=None if out is None else accumulate or c is not None)
@@ -113,6 +113,10 @@ def _fp8(out_dtype: torch.dtype, out: torch.Tensor | None):
     return format_of(out_dtype)
 
 
+def _shape(operand) -> torch.Size:
+    return operand.shape if isinstance(operand, torch.Tensor) else operand.data.shape
+
+
 def _matrix(name: str, operand, recipe, index: int):
     return _operand(name, operand, recipe, index, ScaledTensor, 2, "(rows, K)")
 
@@ -122,9 +126,9 @@ def _stack(name: str, operand, recipe, index: int):
 
 
 def _operand(name, operand, recipe, index, scaled_type, dimensions, shape):
-    """(data, scale or None, recipe) of a plain or quantised operand."""
+    """(operand, recipe) of a plain or quantised operand."""
     if isinstance(operand, scaled_type):
-        return operand.data, operand.scale, operand.recipe
+        return operand, operand.recipe
     if not isinstance(operand, torch.Tensor):
         raise TypeError(f"{name} is a {type(operand).__name__}; it must be a torch.Tensor or a {scaled_type.__name__}, {shape}")
     if operand.dtype not in WIDE_DTYPES:
@@ -136,4 +140,4 @@ def _operand(name, operand, recipe, index, scaled_type, dimensions, shape):
         raise ValueError(f"{name} has shape {tuple(operand.shape)}; it must be {shape}{hint}")
     if not isinstance(recipe, (tuple, list)) or len(recipe) != 2:
         raise ValueError(f"recipe is {recipe!r}; it must be a pair, one for a and one for b, such as ('1x128', '128x128')")
-    return operand, None, recipe[index]
+    return operand, recipe[index]

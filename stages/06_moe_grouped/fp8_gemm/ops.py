@@ -1,8 +1,8 @@
 """The GEMMs as PyTorch operators: fp8_gemm::gemm, grouped, masked and k_grouped, with shapes for tracing and gradients.
 
-An operand is a pair of tensors: FP8 data with its scale, or a plain tensor with None, which is quantised by the recipe. The
-functions of the first part compute; their registered forms are for autograd, torch.compile and FakeTensor. Those named …_out
-write into a tensor they are given.
+The functions of the first part compute; their registered forms are for autograd, torch.compile and FakeTensor. Operators know
+tensors only: there an operand is a pair, FP8 data with its scale, or a plain tensor with None, which is quantised by the recipe.
+Those named …_out write into a tensor they are given.
 
 A plain operand has a gradient, a quantised one has none. Gradients are FP8 GEMMs too: dA from gradients scaled 1x128 and
 weights scaled 128x128, dB in FP32 from two operands scaled 1x128 along the dimension that is summed over.
@@ -15,7 +15,7 @@ import torch
 from fp8_gemm import dispatch
 from fp8_gemm.problem import Operands, Problem, check_out, describe
 from fp8_gemm.quantize import GroupedTensor, ScaledTensor, pack_k_groups, quantize, quantize_grouped, quantize_k_grouped
-from hopperlab.quantize import scale_shape
+from hopperlab.quantize import RECIPES, scale_shape
 
 ACTIVATION, WEIGHT = "1x128", "128x128"  # recipes of gradients, and of the weights they are multiplied with
 
@@ -23,12 +23,12 @@ ACTIVATION, WEIGHT = "1x128", "128x128"  # recipes of gradients, and of the weig
 # ---------------------------------------------------------------- computing
 
 
-def _matrix(data, scale, recipe) -> ScaledTensor:
-    return quantize(data, recipe) if scale is None else ScaledTensor(data, scale, recipe)
+def _matrix(operand: torch.Tensor | ScaledTensor, recipe: str) -> ScaledTensor:
+    return quantize(operand, recipe) if isinstance(operand, torch.Tensor) else operand
 
 
-def _stack(data, scale, recipe) -> GroupedTensor:
-    return quantize_grouped(data, recipe) if scale is None else GroupedTensor(data, scale, recipe)
+def _stack(operand: torch.Tensor | GroupedTensor, recipe: str) -> GroupedTensor:
+    return quantize_grouped(operand, recipe) if isinstance(operand, torch.Tensor) else operand
 
 
 def _compute(problem: Problem, operands: Operands, out: torch.Tensor | None, backend: str | None, options: dict) -> torch.Tensor:
@@ -40,43 +40,41 @@ def _compute(problem: Problem, operands: Operands, out: torch.Tensor | None, bac
     return out
 
 
-def gemm(a, a_scale, b, b_scale, bias, recipe_a, recipe_b, out_dtype, interval, backend, options, out=None, accumulate=False):
+def gemm(a, b, bias, recipe_a, recipe_b, out_dtype, interval, backend, options, out=None, accumulate=False):
     """D (M, N) = A (M, K) · B (N, K)ᵀ + bias; with accumulate, + what out holds."""
     problem, operands = describe(
-        "dense", _matrix(a, a_scale, recipe_a), _matrix(b, b_scale, recipe_b), bias=bias, accumulate=accumulate,
-        out_dtype=out_dtype, interval=interval,
+        "dense", _matrix(a, recipe_a), _matrix(b, recipe_b), bias=bias, accumulate=accumulate, out_dtype=out_dtype,
+        interval=interval,
     )  # fmt: skip
     return _compute(problem, operands, out, backend, options)
 
 
-def grouped(a, a_scale, b, b_scale, offsets, ends, recipe_a, recipe_b, out_dtype, interval, backend, options, out=None):
+def grouped(a, b, offsets, ends, recipe_a, recipe_b, out_dtype, interval, backend, options, out=None):
     """D (M, N): each group of rows of A (M, K) times its own B[g] (N, K) transposed."""
     problem, operands = describe(
-        "contiguous", _matrix(a, a_scale, recipe_a), _stack(b, b_scale, recipe_b), offsets=offsets, ends=ends,
-        out_dtype=out_dtype, interval=interval,
+        "contiguous", _matrix(a, recipe_a), _stack(b, recipe_b), offsets=offsets, ends=ends, out_dtype=out_dtype,
+        interval=interval,
     )  # fmt: skip
     return _compute(problem, operands, out, backend, options)
 
 
-def masked(a, a_scale, b, b_scale, masked_m, recipe_a, recipe_b, out_dtype, interval, backend, options, out=None):
+def masked(a, b, masked_m, recipe_a, recipe_b, out_dtype, interval, backend, options, out=None):
     """D (G, max M, N): the first masked_m[g] rows of A[g] (max M, K) times B[g] (N, K) transposed."""
     problem, operands = describe(
-        "masked", _stack(a, a_scale, recipe_a), _stack(b, b_scale, recipe_b), masked_m=masked_m,
-        out_dtype=out_dtype, interval=interval,
-    )  # fmt: skip
+        "masked", _stack(a, recipe_a), _stack(b, recipe_b), masked_m=masked_m, out_dtype=out_dtype, interval=interval
+    )
     return _compute(problem, operands, out, backend, options)
 
 
-def k_grouped(a, a_scale, b, b_scale, offsets, ends, out_dtype, backend, options, out=None, accumulate=False):
+def k_grouped(a, b, offsets, ends, out_dtype, backend, options, out=None, accumulate=False):
     """D (G, M, N): A (M, K of group g) times B (N, K of group g) transposed; with accumulate, + what out holds."""
-    if (a_scale is None) != (b_scale is None):
+    plain = [isinstance(operand, torch.Tensor) for operand in (a, b)]
+    if any(plain) and not all(plain):
         raise TypeError("a, b: one is quantised and the other is not, but their K groups must lie alike: quantise both by "
                         "quantize_k_grouped(x, offsets), or neither")  # fmt: skip
-    if a_scale is None:
+    if all(plain):
         a, _ = quantize_k_grouped(a, offsets, ends)
         b, offsets = quantize_k_grouped(b, offsets, ends)
-    else:
-        a, b = ScaledTensor(a, a_scale, ACTIVATION), ScaledTensor(b, b_scale, ACTIVATION)
     problem, operands = describe("k_grouped", a, b, offsets=offsets, accumulate=accumulate, out_dtype=out_dtype)
     return _compute(problem, operands, out, backend, options)
 
@@ -103,6 +101,17 @@ def decode(text: str) -> dict:
     return {name: ast.literal_eval(value) for name, value in (item.split("=", 1) for item in text.split("; ") if item)}
 
 
+def _joined(data: torch.Tensor, scale: torch.Tensor | None, recipe: str) -> torch.Tensor | ScaledTensor | GroupedTensor:
+    """An operand from its pair; plain if there is no scale."""
+    if scale is None:
+        return data
+    return (ScaledTensor if data.dim() == 2 else GroupedTensor)(data, scale, recipe)
+
+
+def _split(operand: torch.Tensor | ScaledTensor | GroupedTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return (operand, None) if isinstance(operand, torch.Tensor) else (operand.data, operand.scale)
+
+
 def _empty_result(name, a, b, group_tensor, out_dtype):
     """The result's shape and type, for tracing. Raises ValueError where K or groups cannot match."""
     if name != "k_grouped" and a.shape[-1] != b.shape[-1]:
@@ -117,25 +126,26 @@ def _empty_result(name, a, b, group_tensor, out_dtype):
 def _register(name: str) -> None:
     function, schema, accumulates = _GEMMS[name]
 
+    def operands(a, a_scale, b, b_scale, rest):
+        recipes = [value for value in rest if isinstance(value, str) and value in RECIPES] or [ACTIVATION, ACTIVATION]
+        return _joined(a, a_scale, recipes[0]), _joined(b, b_scale, recipes[1])
+
     def compute(a, a_scale, b, b_scale, group_tensor, *rest):
-        *rest, grad_format, options = rest
+        *how, grad_format, options = rest
         out = None
         if name in ("grouped", "masked"):
             # Rows of no group: zeros, since what a loss reads of them must not be arbitrary where gradients are recorded.
-            out = torch.zeros_like(fake(a, a_scale, b, b_scale, group_tensor, *rest, grad_format, options))
-        return function(a, a_scale, b, b_scale, group_tensor, *rest, decode(options), out)
+            out = torch.zeros_like(fake(a, a_scale, b, b_scale, group_tensor, *rest))
+        return function(*operands(a, a_scale, b, b_scale, how), group_tensor, *how, decode(options), out)
 
     def fake(a, a_scale, b, b_scale, group_tensor, *rest):
         out_dtype = next(value for value in rest if isinstance(value, torch.dtype))
         return _empty_result(name, a, b, group_tensor, out_dtype)
 
-    def compute_out(*arguments):
-        *arguments, options, out = arguments
-        if accumulates:
-            *arguments, accumulate = arguments
-            function(*arguments, decode(options), out, accumulate)
-        else:
-            function(*arguments, decode(options), out)
+    def compute_out(a, a_scale, b, b_scale, group_tensor, *rest):
+        *how, options, out = rest
+        extra = [how.pop()] if accumulates else []
+        function(*operands(a, a_scale, b, b_scale, how), group_tensor, *how, decode(options), out, *extra)
 
     with_grad_format = schema.replace("str options", "str grad_format, str options")
     operator = torch.library.custom_op(f"fp8_gemm::{name}", compute, mutates_args=(), schema=f"({with_grad_format}) -> Tensor")
@@ -184,9 +194,7 @@ def _shared_options(options: str) -> str:
 
 def _plain(data, scale, recipe):
     """A plain (rows, K) or (G, rows, K) tensor for an operand of either kind."""
-    if scale is None:
-        return data
-    return (ScaledTensor if data.dim() == 2 else GroupedTensor)(data, scale, recipe).dequantize()
+    return data if scale is None else _joined(data, scale, recipe).dequantize()
 
 
 def _transposed_weight(data, scale, recipe):
@@ -284,26 +292,30 @@ _register_quantize("quantize_grouped", quantize_grouped)
 # ---------------------------------------------------------------- calling
 
 
-def traced(*tensors: torch.Tensor | None) -> bool:
+def traced(*operands) -> bool:
     """Whether a call must go through the operators: gradients, tracing, fake or meta tensors. Plain calls save the detour."""
     if torch.compiler.is_compiling():
         return True
-    given = [tensor for tensor in tensors if tensor is not None]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
-        return True
-    return any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta for tensor in given)
+    recording = torch.is_grad_enabled()
+    for operand in operands:
+        tensor = operand.data if isinstance(operand, (ScaledTensor, GroupedTensor)) else operand
+        if isinstance(tensor, torch.Tensor) and (
+            (recording and tensor.requires_grad) or tensor.is_meta or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+        ):
+            return True
+    return False
 
 
-def call(name: str, *arguments, grad_format: str, options: dict, out: torch.Tensor | None = None, accumulate: bool | None = None):
+def call(name: str, a, b, *arguments, grad_format: str, options: dict, out: torch.Tensor | None = None,
+         accumulate: bool | None = None):  # fmt: skip
     """Run the function or the operator ``name``. accumulate only for those that can, and with out."""
-    function = _GEMMS[name][0]
-    tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
     extra = () if accumulate is None else (accumulate,)
-    if not traced(*tensors, out):
-        return function(*arguments, options, out, *extra)
+    if not traced(a, b, *arguments, out):
+        return _GEMMS[name][0](a, b, *arguments, options, out, *extra)
+    arguments = (*_split(a), *_split(b), *arguments)
     if out is None:
         return getattr(torch.ops.fp8_gemm, name)(*arguments, grad_format, encode(options))
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in arguments):
         raise ValueError("out is given and an input requires grad, but a result written in place has no gradient: call without "
                          "out, or under torch.no_grad()")  # fmt: skip
     getattr(torch.ops.fp8_gemm, f"{name}_out")(*arguments, *extra, encode(options), out)

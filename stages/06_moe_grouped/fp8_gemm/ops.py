@@ -298,10 +298,14 @@ def traced(*operands) -> bool:
         return True
     recording = torch.is_grad_enabled()
     for operand in operands:
-        tensor = operand.data if isinstance(operand, (ScaledTensor, GroupedTensor)) else operand
-        if isinstance(tensor, torch.Tensor) and (
-            (recording and tensor.requires_grad) or tensor.is_meta or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
-        ):
+        kind = type(operand)
+        if kind is ScaledTensor or kind is GroupedTensor:
+            operand = operand.data
+            kind = type(operand)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            if operand.is_meta or (recording and operand.requires_grad):
+                return True
+        elif isinstance(operand, torch.Tensor):  # FakeTensor and other subclasses
             return True
     return False
 
@@ -310,7 +314,7 @@ def call(name: str, a, b, *arguments, grad_format: str, options: dict, out: torc
          accumulate: bool | None = None):  # fmt: skip
     """Run the function or the operator ``name``. accumulate only for those that can, and with out."""
     extra = () if accumulate is None else (accumulate,)
-    if not traced(a, b, *arguments, out):
+    if not traced(a, b, arguments[0], out):  # of the arguments, only the first can have a gradient
         return _GEMMS[name][0](a, b, *arguments, options, out, *extra)
     arguments = (*_split(a), *_split(b), *arguments)
     if out is None:

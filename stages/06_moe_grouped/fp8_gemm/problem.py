@@ -4,6 +4,7 @@ Everything behind it (plans, kernels, fallbacks) can rely on it and checks nothi
 a GPU tensor, so no check synchronises.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -111,7 +112,7 @@ class Problem:
         return 2 * self.m * self.n * self.k * (self.groups if self.kind == "masked" else 1)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Operands:
     """The tensors of one problem, plain and on one device. Elements lie side by side along K; rows may have any pitch.
 
@@ -155,12 +156,41 @@ def describe(
     offsets, ends and masked_m as in Operands. Where group tensors are on the CPU their values are checked as well.
     Raises TypeError or ValueError that names the argument, what was given, what is allowed, and the fix.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind is {kind!r}; allowed are {', '.join(map(repr, KINDS))}")
-    for name, operand, wanted in zip("ab", (a, b), _OPERAND_TYPES[kind]):
-        if not isinstance(operand, wanted):
-            raise TypeError(f"{name} is a {type(operand).__name__}; a {kind} problem takes a {wanted.__name__}: "
-                            f"{_MAKER[wanted]}({name}, recipe)")  # fmt: skip
+    if not isinstance(a, (ScaledTensor, GroupedTensor)) or not isinstance(b, (ScaledTensor, GroupedTensor)):
+        _check_operand_types(kind, a, b)
+    key = (
+        kind, type(a), type(b), a.recipe, b.recipe, accumulate, out_dtype, interval, _layout(a.data), _layout(b.data), _layout(bias),
+        _layout(offsets), _layout(ends), _layout(masked_m),
+    )  # fmt: skip
+    problem = _described.get(key)
+    if problem is None:
+        problem = _checked(kind, a, b, bias, offsets, ends, masked_m, accumulate, out_dtype, interval)
+        if len(_described) >= MOST_DESCRIBED:
+            _described.clear()
+        _described[key] = problem
+    if bias is not None:
+        bias = bias.detach().float().contiguous()
+    operands = Operands(a.data, b.data, a.scale, b.scale, bias, offsets, ends, masked_m)
+    if problem.kind != "dense" and _is_readable(a.data):
+        check_group_values(problem, offsets, ends, masked_m)
+    return problem, operands
+
+
+# Problems by all that decides them, values excepted. Serving repeats a few calls for ever: they are checked once.
+_described: dict[tuple, Problem] = {}
+MOST_DESCRIBED = 4096
+
+
+def _layout(tensor: torch.Tensor | None) -> tuple | None:
+    if not isinstance(tensor, torch.Tensor):
+        return None if tensor is None else (type(tensor),)
+    return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+
+
+def _checked(kind, a, b, bias, offsets, ends, masked_m, accumulate, out_dtype, interval) -> Problem:
+    """describe, when it sees such operands for the first time."""
+    _check_operand_types(kind, a, b)
+    for name, operand in (("a", a), ("b", b)):
         _check_k_major(f"{name}.data", operand.data)
     if a.k != b.k:
         raise ValueError(f"b has shape {tuple(b.data.shape)} and a {tuple(a.data.shape)}; their last dimension, K, must be "
@@ -168,7 +198,6 @@ def describe(
     for name, tensor in (("b", b.data), ("bias", bias), ("offsets", offsets), ("ends", ends), ("masked_m", masked_m)):
         if tensor is not None:
             _check_device(name, tensor, a.device)
-
     groups = _count_groups(kind, a, b, offsets)
     if kind in ("contiguous", "k_grouped"):
         _check_group_tensor("offsets", offsets, groups + 1)
@@ -176,16 +205,21 @@ def describe(
             _check_group_tensor("ends", ends, groups)
     if kind == "masked":
         _check_group_tensor("masked_m", masked_m, groups)
-    problem = Problem(
+    if bias is not None:
+        _check_bias(bias, b.rows)
+    return Problem(
         kind, a.rows, b.rows, a.k, groups, a.recipe, b.recipe, a.format.name, b.format.name, out_dtype,
         bias is not None, accumulate, interval,
     )  # fmt: skip
-    if bias is not None:
-        bias = _check_bias(bias, problem.n)
-    operands = Operands(a.data, b.data, a.scale, b.scale, bias, offsets, ends, masked_m)
-    if _is_readable(a.data):
-        check_group_values(problem, offsets, ends, masked_m)
-    return problem, operands
+
+
+def _check_operand_types(kind: str, a, b) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}; allowed are {', '.join(map(repr, KINDS))}")
+    for name, operand, wanted in zip("ab", (a, b), _OPERAND_TYPES[kind]):
+        if not isinstance(operand, wanted):
+            raise TypeError(f"{name} is a {type(operand).__name__}; a {kind} problem takes a {wanted.__name__}: "
+                            f"{_MAKER[wanted]}({name}, recipe)")  # fmt: skip
 
 
 def row_groups(
@@ -308,52 +342,51 @@ def _check_group_tensor(name: str, tensor: torch.Tensor | None, length: int, wha
         raise ValueError(f"{name} has stride {tensor.stride(0)}; it must be contiguous: pass {name}.contiguous()")
 
 
-def _check_bias(bias: torch.Tensor, n: int) -> torch.Tensor:
-    """As kernels take it: float32 and contiguous."""
+def _check_bias(bias: torch.Tensor, n: int) -> None:
     if bias.dtype not in WIDE_DTYPES:
         raise TypeError(f"bias has dtype {bias.dtype}; allowed are bfloat16, float16 and float32: pass bias.float()")
     if tuple(bias.shape) != (n,):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be ({n},), one number for each column of the output: "
                          "pass bias.reshape(-1) or check b")  # fmt: skip
-    return bias.detach().float().contiguous()
 
 
 def check_out(problem: Problem, operands: Operands, out: torch.Tensor, name: str = "out") -> None:
     """Refuse an output tensor that a kernel cannot write: type, shape, strides, device, memory shared with an input."""
     _check_device(name, out, operands.a.device)
-    if out.dtype != problem.out_dtype:
-        raise TypeError(f"{name} has dtype {out.dtype}; this call computes {problem.out_dtype}: pass out_dtype={out.dtype}, "
-                        f"or {name}.to({problem.out_dtype})")  # fmt: skip
-    if tuple(out.shape) != problem.out_shape:
-        hint = ": it is transposed, pass a row-major (M, N)" if tuple(out.shape) == problem.out_shape[::-1] else ""
-        raise ValueError(f"{name} has shape {tuple(out.shape)}; a and b give {problem.out_shape}{hint}")
     if out.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} requires grad, but a result written in place has no gradient: pass {name}.detach(), or no "
-                         f"{name}")  # fmt: skip
-    extent = 1
-    for size, stride in reversed(list(zip(out.shape, out.stride()))):
-        if size > 1 and (stride < extent or (extent == 1 and stride != 1 and out.shape[-1] > 1)):
-            raise ValueError(f"{name} has strides {out.stride()} for shape {tuple(out.shape)}; a row's elements must be side "
-                             f"by side and rows must not overlap: pass a {name}.contiguous() and copy back")  # fmt: skip
-        extent = max(extent, size * stride)
+        raise ValueError(f"{name} requires grad, but a result written in place has no gradient: pass {name}.detach(), or no {name}")
+    _check_out_layout(name, out.dtype, out.shape, out.stride(), problem)
+    start, end = _address_range(out)
     for other in ("a", "b", "a_scale", "b_scale", "bias", "offsets", "ends", "masked_m"):
         tensor = getattr(operands, other)
-        if tensor is not None and _share_memory(out, tensor):
+        if tensor is not None and start < end and tensor.data_ptr() < end and _address_range(tensor)[1] > start:
             raise ValueError(f"{name} shares memory with {other}, which the kernel reads while it writes {name}: "
                              f"pass {name}=torch.empty(...) of its own")  # fmt: skip
 
 
-def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether the address ranges from first to last element meet. Interleaved views count as shared."""
-    if x.numel() == 0 or y.numel() == 0:
-        return False
-    (x_start, x_end), (y_start, y_end) = _address_range(x), _address_range(y)
-    return x_start < y_end and y_start < x_end
+@functools.lru_cache(maxsize=4096)
+def _check_out_layout(name: str, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], problem: Problem) -> None:
+    if dtype != problem.out_dtype:
+        raise TypeError(f"{name} has dtype {dtype}; this call computes {problem.out_dtype}: pass out_dtype={dtype}, "
+                        f"or {name}.to({problem.out_dtype})")  # fmt: skip
+    if tuple(shape) != problem.out_shape:
+        hint = ": it is transposed, pass a row-major (M, N)" if tuple(shape) == problem.out_shape[::-1] else ""
+        raise ValueError(f"{name} has shape {tuple(shape)}; a and b give {problem.out_shape}{hint}")
+    extent = 1
+    for size, stride in reversed(list(zip(shape, strides))):
+        if size > 1 and (stride < extent or (extent == 1 and stride != 1 and shape[-1] > 1)):
+            raise ValueError(f"{name} has strides {strides} for shape {tuple(shape)}; a row's elements must be side by side "
+                             f"and rows must not overlap: pass a {name}.contiguous() and copy back")  # fmt: skip
+        extent = max(extent, size * stride)
 
 
 def _address_range(x: torch.Tensor) -> tuple[int, int]:
+    """From the first element to after the last. Views that interleave count as shared memory."""
+    start = x.data_ptr()
+    if x.is_contiguous():
+        return start, start + x.nbytes
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+    return start, start + (last + 1) * x.element_size() * (x.numel() > 0)
 
 
 def check_group_values(

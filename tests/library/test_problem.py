@@ -6,7 +6,16 @@ import pytest
 import torch
 from helpers import ints, random, refused
 
-from fp8_gemm import GroupedTensor, Problem, ScaledTensor, describe, quantize, quantize_grouped, quantize_k_grouped
+from fp8_gemm import (
+    GroupedTensor,
+    Problem,
+    ScaledTensor,
+    describe,
+    gemm,
+    quantize,
+    quantize_grouped,
+    quantize_k_grouped,
+)
 from fp8_gemm.problem import RECIPE_PAIRS, check_out, row_groups
 
 BF16 = torch.bfloat16
@@ -293,3 +302,48 @@ def test_k_groups_are_moved_to_multiples_of_128(sizes):
         assert end - start >= size
         assert torch.equal(values[:, start : start + size], source)
         assert not values[:, start + size : end].any()
+
+
+# ---------------------------------------------------------------- remembered problems
+
+
+@pytest.mark.parametrize("change, error, words", [
+    ({"bias": random(8).double()}, TypeError, ["bias", "float64"]),
+    ({"bias": random(9)}, ValueError, ["bias", "(9,)"]),
+    ({"interval": None}, ValueError, ["interval is None"]),
+    ({"out_dtype": torch.int8}, ValueError, ["out_dtype"]),
+    ({"b": scaled(8, k=384, recipe="128x128")}, ValueError, ["b has shape (8, 384)"]),
+    ({"b": scaled(8, recipe="row")}, ValueError, ["recipe is ('1x128', 'row')"]),
+    ({"b": stack()}, TypeError, ["b is a GroupedTensor"]),
+    ({"kind": "masked"}, TypeError, ["a is a ScaledTensor"]),
+    ({"kind": "sparse"}, ValueError, ["kind is 'sparse'"]),
+])  # fmt: skip
+def test_what_was_checked_once_excuses_nothing_else(change, error, words):
+    good = {"kind": "dense", "a": scaled(), "b": W, "bias": random(8), "interval": 128, "out_dtype": BF16}
+    first = describe(**good)[0]
+    assert describe(**good)[0] is first
+    with refused(error, *words):
+        describe(**{**good, **change})
+
+
+def test_values_of_groups_are_checked_every_time():
+    a, b, offsets = scaled(), stack(), ints(0, 1, 2, 4)
+    describe("contiguous", a, b, offsets=offsets)
+    offsets[1] = 3
+    with refused(ValueError, "offsets[2] is 2"):
+        describe("contiguous", a, b, offsets=offsets)
+
+
+# ---------------------------------------------------------------- more than 2^31 elements
+
+
+@pytest.mark.parametrize("m, n, k", [(70_000, 70_000, 256), (300_000, 16, 16_384), (16, 300_000, 16_384), (3, 5, 2**31 - 1)])
+def test_tensors_of_more_than_2_to_the_31_elements(m, n, k):
+    """Shapes and scales of meta tensors: nothing is computed in 32 bits on the way."""
+    a, b = (torch.empty(rows, k, dtype=torch.bfloat16, device="meta") for rows in (m, n))
+    got = gemm(a, b)
+    assert got.shape == (m, n) and got.is_meta
+    data = ScaledTensor(a.to(torch.float8_e4m3fn), torch.empty(m, -(-k // 128), device="meta"), "1x128")
+    weight = torch.empty(-(-n // 128), -(-k // 128), device="meta")
+    problem, _ = describe("dense", data, ScaledTensor(b.to(torch.float8_e4m3fn), weight, "128x128"))
+    assert problem.flops == 2 * m * n * k and problem.out_shape == (m, n)

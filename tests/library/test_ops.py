@@ -282,6 +282,23 @@ def test_compile_masked_and_k_grouped():
     assert torch.equal(got, k_grouped_gemm(X, W, K_OFFSETS))
 
 
+def test_compile_with_options_and_deep_gemm_names():
+    import fp8_gemm.deep_gemm as deep_gemm
+
+    got = compiled(lambda x: gemm(x, W, exact=True, batch_invariant=True))(X)
+    assert torch.equal(got, gemm(X, W, exact=True))
+    with refused(ValueError, "block_m", "backend='cuda'"):
+        compiled(lambda x: gemm(x, W, block_m=64))(X)
+
+    def caller(a, a_scale, b, b_scale):
+        d = torch.empty(6, 12, dtype=BF16)
+        deep_gemm.fp8_gemm_nt((a, a_scale), (b, b_scale), d)
+        return d
+
+    operands = *pair(X, "1x128"), *pair(W, "128x128")
+    assert torch.equal(compiled(caller)(*operands), gemm(X, W))
+
+
 def test_compile_writing_in_place():
     def accumulate(x, w, out):
         gemm(x, w, out=out, c=out, out_dtype=FP32)

@@ -1,0 +1,105 @@
+"""What only a GPU can show: no call waits for the device, CUDA graphs, streams, other threads' current device."""
+
+import pytest
+import torch
+from helpers import random
+
+from fp8_gemm import gemm, grouped_gemm, k_grouped_gemm, masked_gemm, quantize, quantize_grouped, quantize_k_grouped
+from hopperlab import capability
+
+pytestmark = pytest.mark.skipif(not capability.hopper().ok, reason=capability.hopper().sentence())
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+@pytest.fixture
+def calls():
+    """Every kind of call, by name; their tensors stay the same."""
+    a, b = quantize(random(300, 512, device="cuda")), quantize(random(256, 512, seed=1, device="cuda"), "128x128")
+    experts = quantize_grouped(random(4, 256, 512, seed=2, device="cuda"))
+    stack = quantize_grouped(random(4, 80, 512, seed=3, device="cuda"), "1x128")
+    x, counts, masked_m = random(300, 512, seed=4, device="cuda", dtype=BF16), ints(100, 0, 130, 70), ints(80, 0, 1, 40)
+    indices = torch.cat([torch.full((n,), g, dtype=torch.int32, device="cuda") for g, n in ((0, 90), (-1, 10), (2, 200))])
+    k_offsets = ints(0, 100, 100, 512)
+    (p, offsets), (q, _) = (quantize_k_grouped(random(r, 500, seed=r, device="cuda"), ints(0, 100, 100, 500)) for r in (64, 96))
+    return {
+        "dense": lambda: gemm(a, b),
+        "on the fly": lambda: gemm(x, b),
+        "into": lambda: gemm(a, b, c=torch.ones(300, 256, device="cuda"), out_dtype=FP32),
+        "counts": lambda: grouped_gemm(a, experts, counts=counts, out=torch.zeros(300, 256, dtype=BF16, device="cuda")),
+        "indices": lambda: grouped_gemm(a, experts, indices=indices, out=torch.zeros(300, 256, dtype=BF16, device="cuda")),
+        "masked": lambda: masked_gemm(stack, experts, masked_m, out=torch.zeros(4, 80, 256, dtype=BF16, device="cuda")),
+        "k_grouped": lambda: k_grouped_gemm(p, q, offsets),
+        "k_grouped plain": lambda: k_grouped_gemm(x[:64].float(), x[:96].float(), k_offsets),
+    }  # fmt: skip
+
+
+NAMES = ("dense", "on the fly", "into", "counts", "indices", "masked", "k_grouped", "k_grouped plain")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_call_waits_for_the_device(calls, name):
+    want = calls[name]()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = calls[name]()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_capture_and_replay(calls, name):
+    want = calls[name]()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        calls[name]()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = calls[name]()
+    got.fill_(-7)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(got, want)
+
+
+def test_a_replay_follows_new_data_and_new_group_sizes():
+    experts, counts = quantize_grouped(random(3, 256, 512, seed=2, device="cuda")), ints(50, 0, 100)
+    x, out = random(150, 512, device="cuda", dtype=BF16), torch.zeros(150, 256, dtype=BF16, device="cuda")
+    grouped_gemm(x, experts, counts=counts, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grouped_gemm(x, experts, counts=counts, out=out)
+    x.copy_(random(150, 512, seed=9, device="cuda"))
+    counts.copy_(ints(0, 149, 1))
+    graph.replay()
+    assert torch.equal(out, grouped_gemm(x, experts, counts=counts))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_streams_of_their_own(calls, name):
+    want = calls[name]()
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    results = []
+    for _ in range(5):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(calls[name]())
+    torch.cuda.synchronize()
+    assert all(torch.equal(got, want) for got in results)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_device_that_is_not_the_current_one():
+    a, b = random(100, 300, device="cuda:1"), random(64, 300, seed=1, device="cuda:1")
+    with torch.cuda.device(0):
+        got = gemm(a, b)
+    assert got.device == torch.device("cuda", 1)
+    assert torch.equal(got.cpu(), gemm(a.to("cuda:0"), b.to("cuda:0")).cpu())

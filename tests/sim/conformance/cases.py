@@ -580,9 +580,3 @@ REFUSED = frozenset("""
     integer/integer_rare integer/integer_packed integer/integer_carry float/float_choose_sign
     float/float_divide_directed float/float_double_directed float/float_half2_rare approx/approx_packed
 """.split())
-
-# ---- what no GPU has run yet ----------------------------------------------------------------------------------------------------
-
-# Until one does, test_conformance.py compares them with what NumPy computes and reports them as skipped, with the reason.
-# To record them: record.py --only rank_1
-PENDING = frozenset({"tma_load/rank_1", "tma_load/rank_1_edge", "tma_store/rank_1"})

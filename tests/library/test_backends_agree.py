@@ -59,7 +59,11 @@ def test_masked_groups(device):
     a = quantize_grouped(random(3, 20, 200, device=device), "1x128")
     w = quantize_grouped(random(3, 24, 200, seed=1, device=device))
     masked_m = ints(device, 20, 0, 7)
-    same_bits(lambda **how: masked_gemm(a, w, masked_m, out=torch.full((3, 20, 24), 5.0, device=device), out_dtype=FP32, **how), device)
+
+    def call(**how):
+        return masked_gemm(a, w, masked_m, out=torch.full((3, 20, 24), 5.0, device=device), out_dtype=FP32, **how)
+
+    same_bits(call, device)
 
 
 def test_k_groups_of_any_size(device):

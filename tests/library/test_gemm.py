@@ -176,6 +176,7 @@ def test_leading_dimensions_come_back(leading):
     assert torch.equal(gemm(x, w, c=c), flat.view(*leading, 7))
     out = torch.empty(*leading, 7, dtype=BF16)
     assert gemm(x, w, c=c, out=out) is out and torch.equal(out, flat.view(*leading, 7))
+    assert gemm(x, w, c=c, out=c) is c and torch.equal(c, out)
 
 
 # ---------------------------------------------------------------- FP8 output
@@ -212,7 +213,10 @@ A, B = quantize(X, "1x128"), quantize(W, "128x128")
     (lambda: gemm(X, W, recipe=("1x128", "row")), ValueError, ["recipe is ('1x128', 'row')", "('row', 'row')"]),
     (lambda: gemm(X, W, out_dtype=torch.int8), ValueError, ["out_dtype is torch.int8", "torch.bfloat16"]),
     (lambda: gemm(X, W, c=random(4, 8)), TypeError, ["c has dtype torch.float32", "out_dtype=torch.float32"]),
-    (lambda: gemm(X, W, c=random(8, 4, dtype=BF16)), ValueError, ["out has shape (8, 4)", "(4, 8)"]),
+    (lambda: gemm(X, W, c=random(8, 4, dtype=BF16)), ValueError, ["c has shape (8, 4)", "(4, 8)"]),
+    (lambda: gemm(X, W, c=[1]), TypeError, ["c is a list", "torch.Tensor"]),
+    (lambda: gemm(X, W, c=torch.empty(4, 8, dtype=BF16, device="meta")), ValueError, ["c is on meta", "c.to('cpu')"]),
+    (lambda: gemm(X.clone().requires_grad_(), W, c=random(4, 8)), TypeError, ["c has dtype torch.float32", "out_dtype"]),
     (lambda: gemm(X[None, None], W, c=random(4, 8, dtype=BF16)), ValueError, ["c has shape (4, 8)", "(1, 1, 4, 8)"]),
     (lambda: gemm(X.view(2, 2, -1), W, out=torch.empty(8, 2, 2, dtype=BF16).permute(1, 2, 0)),
      ValueError, ["out has strides", "contiguous()"]),

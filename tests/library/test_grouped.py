@@ -10,7 +10,6 @@ import fp8_gemm
 from fp8_gemm import (
     GroupedTensor,
     ScaledTensor,
-    gemm,
     grouped_gemm,
     k_grouped_gemm,
     masked_gemm,
@@ -229,7 +228,8 @@ K_OFFSETS = ints(0, 128, 256)
      ["offsets[1] is 100", "quantize_k_grouped"]),
     (lambda: k_grouped_gemm(X, X, K_OFFSETS, accumulate=True), ValueError, ["accumulate is True", "without out"]),
     (lambda: k_grouped_gemm(X, X, K_OFFSETS, c=random(2, 4, 5)), ValueError, ["c has shape (2, 4, 5)", "(2, 4, 4)"]),
-    (lambda: k_grouped_gemm(X, X, K_OFFSETS, c=random(2, 4, 4, dtype=BF16)), ValueError, ["c has", "bfloat16", "out_dtype"]),
+    (lambda: k_grouped_gemm(X, X, K_OFFSETS, c=1.0), TypeError, ["c is a float", "torch.Tensor"]),
+    (lambda: k_grouped_gemm(X, X, K_OFFSETS, c=random(2, 4, 4, dtype=BF16)), TypeError, ["c has", "bfloat16", "out_dtype"]),
     (lambda: k_grouped_gemm(X, X, K_OFFSETS, out_dtype=torch.float8_e5m2), ValueError, ["out_dtype", "float32"]),
     (lambda: k_grouped_gemm(X, X, K_OFFSETS, out=torch.empty(2, 4, 4, dtype=BF16)), TypeError, ["out has dtype", "out_dtype"]),
 ])  # fmt: skip

@@ -1,9 +1,11 @@
 """The dense GEMM: one call for any shapes, from plain or quantised tensors."""
 
+import math
+
 import torch
 
 from fp8_gemm import ops
-from fp8_gemm.problem import FP8_DTYPES, WIDE_DTYPES
+from fp8_gemm.problem import FP8_DTYPES, WIDE_DTYPES, check_c
 from fp8_gemm.quantize import GroupedTensor, ScaledTensor, format_of, quantize
 
 LAYOUTS = {  # (whether A is given transposed, whether B is not)
@@ -45,7 +47,8 @@ def gemm(
     a, recipe_a = _operand("a", a, a_transposed, layout, recipe, 0)
     b, recipe_b = _operand("b", b, b_transposed, layout, recipe, 1)
     n = b.rows if isinstance(b, ScaledTensor) else b.shape[0]
-    c, result = _flat("c", c, leading, n), _flat("out", out, leading, n)
+    result = _flat("out", out, leading, n)
+    c = result if c is out else _flat("c", c, leading, n)
     fp8 = format_of(out_dtype) if out_dtype in FP8_DTYPES else None
     if fp8 and (out is not None or c is not None):
         raise ValueError(f"out_dtype is {out_dtype}, which gives a new ScaledTensor; {'out' if out is not None else 'c'} "
@@ -53,26 +56,20 @@ def gemm(
 
     arguments = (a, b, bias, recipe_a, recipe_b, torch.float32 if fp8 else out_dtype, interval, backend)
     accumulate = c is not None
+    if accumulate:
+        check_c(c, (math.prod(leading), n), out_dtype, a.device)
     if accumulate and out is None and ops.traced(a, b, bias, c):
         # Recorded: the product in FP32, so that adding c rounds once to out_dtype, as the kernel does.
-        _check_c(c, out_dtype)
         product = ops.call("gemm", *arguments[:5], torch.float32, interval, backend, grad_format=grad_format,
                            options=plan_overrides)  # fmt: skip
         return (product + c).to(out_dtype).reshape(*leading, n)
     if accumulate and c is not result:
-        _check_c(c, out_dtype)
         result = c.clone(memory_format=torch.contiguous_format) if result is None else result.copy_(c)
     result = ops.call("gemm", *arguments, grad_format=grad_format, options=plan_overrides, out=result,
                       accumulate=accumulate if result is not None else None)  # fmt: skip
     if fp8:
         return quantize(result, "1x128", fp8)
     return out if out is not None else result.reshape(*leading, n)
-
-
-def _check_c(c: torch.Tensor, out_dtype: torch.dtype) -> None:
-    if c.dtype != out_dtype:
-        raise TypeError(f"c has dtype {c.dtype} and out_dtype is {out_dtype}; they must be equal: pass out_dtype={c.dtype}, "
-                        "or c.to(…)")  # fmt: skip
 
 
 def _leading_dimensions(a, transposed: bool) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ for their launch.
 import torch
 
 from fp8_gemm import ops
-from fp8_gemm.problem import FP8_DTYPES, WIDE_DTYPES, row_groups
+from fp8_gemm.problem import FP8_DTYPES, WIDE_DTYPES, check_c, row_groups
 from fp8_gemm.quantize import GroupedTensor, ScaledTensor, format_of, quantize, quantize_grouped
 
 
@@ -94,9 +94,8 @@ def k_grouped_gemm(
     shape = (offsets.shape[0] - 1, _shape(a)[0], _shape(b)[0])
     arguments = (a, b, offsets, None, out_dtype, backend)
     options = {"grad_format": grad_format, "options": plan_overrides}
-    if c is not None and (tuple(c.shape) != shape or c.dtype != out_dtype):
-        raise ValueError(f"c has shape {tuple(c.shape)} and dtype {c.dtype}; it must be {shape} and {out_dtype}: pass "
-                         f"out_dtype={c.dtype} or another c")  # fmt: skip
+    if c is not None:
+        check_c(c, shape, out_dtype, a.device)
     if c is not None and out is None and ops.traced(a, b, c):
         return (ops.call("k_grouped", *arguments[:4], torch.float32, backend, **options) + c).to(out_dtype)
     if c is not None and c is not out:

@@ -159,8 +159,8 @@ def describe(
     if not isinstance(a, (ScaledTensor, GroupedTensor)) or not isinstance(b, (ScaledTensor, GroupedTensor)):
         _check_operand_types(kind, a, b)
     key = (
-        kind, type(a), type(b), a.recipe, b.recipe, accumulate, out_dtype, interval, _layout(a.data), _layout(b.data), _layout(bias),
-        _layout(offsets), _layout(ends), _layout(masked_m),
+        kind, type(a), type(b), a.recipe, b.recipe, accumulate, out_dtype, interval, _layout(a.data), _layout(b.data),
+        _layout(bias), _layout(offsets), _layout(ends), _layout(masked_m),
     )  # fmt: skip
     problem = _described.get(key)
     if problem is None:
@@ -350,11 +350,21 @@ def _check_bias(bias: torch.Tensor, n: int) -> None:
                          "pass bias.reshape(-1) or check b")  # fmt: skip
 
 
+def check_c(c, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse an addend that is not like the output it is added to."""
+    _check_device("c", c, device)
+    if c.dtype != dtype:
+        raise TypeError(f"c has dtype {c.dtype} and out_dtype is {dtype}; they must be equal: pass out_dtype={c.dtype}, or "
+                        f"c.to({dtype})")  # fmt: skip
+    if tuple(c.shape) != shape:
+        raise ValueError(f"c has shape {tuple(c.shape)}; a and b give {shape}: c is added element by element")
+
+
 def check_out(problem: Problem, operands: Operands, out: torch.Tensor, name: str = "out") -> None:
     """Refuse an output tensor that a kernel cannot write: type, shape, strides, device, memory shared with an input."""
     _check_device(name, out, operands.a.device)
     if out.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} requires grad, but a result written in place has no gradient: pass {name}.detach(), or no {name}")
+        raise ValueError(f"{name} requires grad, but a result written in place has no gradient: pass {name}.detach(), or none")
     _check_out_layout(name, out.dtype, out.shape, out.stride(), problem)
     start, end = _address_range(out)
     for other in ("a", "b", "a_scale", "b_scale", "bias", "offsets", "ends", "masked_m"):

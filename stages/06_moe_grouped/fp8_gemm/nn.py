@@ -76,13 +76,14 @@ def _result_dtype(x: torch.Tensor) -> torch.dtype:
 # ---------------------------------------------------------------- weights and their FP8 form
 
 
-class _Layer(torch.nn.Module):
+class Layer(torch.nn.Module):
     """A module whose weights have an FP8 form: cached while they do not change, or in their place (frozen)."""
 
     WEIGHTS: tuple[str, ...]
     precision: Recipe | str
     frozen = False
     monitor = None  # set by fp8_gemm.monitor: called after each forward pass
+    watchable = True  # whether compute() can be repeated on some of the rows, by this process alone
     _cache: dict | None = None
 
     def set_precision(self, precision: Recipe | str) -> None:
@@ -98,7 +99,7 @@ class _Layer(torch.nn.Module):
         """Forget cached FP8 weights. Needed after writes that PyTorch does not count, such as weight.data.copy_(…)."""
         self._cache = None
 
-    def freeze(self) -> "_Layer":
+    def freeze(self) -> "Layer":
         """Keep the FP8 weights alone, for inference: half the memory of bfloat16, and nothing to quantise under torch.compile.
 
         Parameters become buffers <name>_data and <name>_scale, which the state dict then holds. Returns the layer.
@@ -169,7 +170,7 @@ def _quantize_weight(weight: torch.Tensor, recipe: str) -> ScaledTensor | Groupe
 # ---------------------------------------------------------------- Linear
 
 
-class Linear(_Layer, torch.nn.Linear):
+class Linear(Layer, torch.nn.Linear):
     """nn.Linear whose products are FP8: x (…, in_features) to (…, out_features), in x's type (autocast's under autocast).
 
     Arguments, parameters, initialisation and state dict are nn.Linear's; precision is a Recipe, "fp8", "bf16" or "fp32".
@@ -247,7 +248,7 @@ def combine(pairs: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, exper
     return total.to(out_dtype)
 
 
-class Experts(_Layer):
+class Experts(Layer):
     """A mixture of gated experts: y = Σ_j w_j · down_e(silu(gate_e(x)) · up_e(x)) over the k experts e of each token.
 
     experts, hidden, intermediate   parameters gate_up (experts, 2 · intermediate, hidden), gates first, and
@@ -457,7 +458,7 @@ def convert(model: torch.nn.Module, policy: Policy | Mapping[str, Recipe | str])
     """
     policy = policy if isinstance(policy, Policy) else Policy(policy)
     layers = {name: module for name, module in model.named_modules()
-              if type(module) is torch.nn.Linear or isinstance(module, _Layer)}  # fmt: skip
+              if type(module) is torch.nn.Linear or isinstance(module, Layer)}  # fmt: skip
     for pattern in policy.rules:
         if not fnmatch.filter(layers, pattern):
             raise ValueError(f"policy has the pattern {pattern!r}, which matches none of the model's layers: "

@@ -17,7 +17,7 @@ METRICS = {
     "smsp__inst_executed.sum": ("warp_instructions", "instructions, counted once per warp"),
     "sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active": ("fma_pipe", "FP32 multiply-add pipe"),
     "sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_active": ("alu_pipe", "integer and logic pipe"),
-    "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active": ("tensor_pipe", "tensor cores"),
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": ("tensor_pipe", "tensor cores, busy cycles"),
     "l1tex__throughput.avg.pct_of_peak_sustained_active": ("l1", "L1 and shared memory"),
     "l1tex__lsuin_requests.avg.pct_of_peak_sustained_active": ("l1_requests", "load/store instructions entering L1"),
     "l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_active": ("l1_wavefronts", "passes through L1's data stage"),

@@ -11,13 +11,13 @@ import pytest
 import torch
 from hard_inputs import hard
 
+from fp8_gemm.kernels import quantize as cuda
 from hopperlab import capability, stage
 from hopperlab import quantize as reference
 from hopperlab.kernel import simulation
 from hopperlab.sim.arithmetic import fma_f32
 
 FOLDER = stage.root() / "stages" / "05_block_scaled"
-cuda = stage.load_module(FOLDER / "quantize_kernels.py", "quantize_kernels")
 capability.use_triton_interpreter_without_gpu()
 triton = stage.load_module(FOLDER / "quantize_triton.py", "quantize_triton")
 IMPLEMENTATIONS = {"cuda": cuda.quantize, "triton": triton.quantize}

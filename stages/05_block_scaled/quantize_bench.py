@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from fp8_gemm.kernels import quantize as cuda
 from hopperlab import bench, quantize, report, telemetry
 from hopperlab.stage import load_module
 
@@ -24,7 +25,6 @@ RECIPES = (*quantize.RECIPES, M_MAJOR)
 
 def kernels() -> dict:
     """name -> quantize function."""
-    cuda = load_module(FOLDER / "quantize_kernels.py", "stage_05_block_scaled_quantize_kernels")
     triton = load_module(FOLDER / "quantize_triton.py", "stage_05_block_scaled_quantize_triton")
     return {"cuda": cuda.quantize, "triton": triton.quantize, "torch": _torch}
 
@@ -67,7 +67,6 @@ def checked_calls(name, function, tensors: list[torch.Tensor], recipe: str, want
 
 def swiglu_calls(tensors: list[torch.Tensor]) -> dict[str, list]:
     """The fused kernel, and torch's product with the plain kernel after it. Their roundings differ; the tests check the bits."""
-    cuda = load_module(FOLDER / "quantize_kernels.py", "stage_05_block_scaled_quantize_kernels")
 
     def in_two_steps(x):
         gate, up = x.chunk(2, dim=1)

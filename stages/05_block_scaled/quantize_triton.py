@@ -1,22 +1,19 @@
-"""Quantisation in Triton: the bits of hopperlab.quantize.quantize, as quantize.cu gives them.
+"""Quantisation in Triton: the bits of hopperlab.quantize.quantize, as fp8_gemm/kernels/quantize.cu gives them.
 
 A program holds a tile in registers, finds its scales and writes FP8, so here too the input is read once. What Triton cannot say
 is how many loads a thread has in flight, and through which lanes a maximum goes; what it says shorter is everything else.
 """
 
 import contextlib
-from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
 
+from fp8_gemm.kernels import quantize as host
 from hopperlab.formats import Format, format_of
 from hopperlab.quantize import BLOCK, ScaledTensor, scale_shape
-from hopperlab.stage import load_module
 from hopperlab.triton_ops import INTERPRETED
-
-host = load_module(Path(__file__).resolve().parent / "quantize_kernels.py", "stage_05_block_scaled_quantize_kernels")
 
 ROWS_1X128 = 16  # of a program's tile of 1x128 blocks
 LONGEST_ROW = 16384  # elements that a program holds; a longer row is read twice
@@ -153,7 +150,7 @@ def tensor_cast_kernel(X, Q, amax, S, count, largest, CHUNK: tl.constexpr, POWER
 
 def quantize(x: torch.Tensor, recipe: str, format: Format | str = "e4m3", power_of_two: bool = False, margin: int = 0,
              m_major: bool = False) -> ScaledTensor | tuple[ScaledTensor, torch.Tensor]:  # fmt: skip
-    """As quantize of quantize_kernels.py: the same arguments, errors and bits."""
+    """As fp8_gemm.kernels.quantize.quantize: the same arguments, errors and bits."""
     fmt = format_of(format)
     host.check_arguments(x, recipe, margin, m_major)
     rows, k = x.shape

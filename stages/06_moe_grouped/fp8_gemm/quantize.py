@@ -28,9 +28,17 @@ def quantize(
     Blocks of zeros get scale 1; NaN and Inf become NaN and spare their block's scale. Not differentiable: a gemm of plain
     tensors quantises them itself and is. Raises TypeError or ValueError.
     """
+    if _on_hopper(x):
+        from fp8_gemm.kernels import quantize as kernels  # one reading of x, the same bits
+
+        return kernels.quantize(x, recipe, format, power_of_two, margin)
     if isinstance(x, torch.Tensor):
         x = x.contiguous()  # elementwise results keep the strides of their input, and FP8 data must lie along K
     return _quantize(x, recipe, format, power_of_two, margin)
+
+
+def _on_hopper(x) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,8 +170,14 @@ def swiglu_quantize(
 ) -> ScaledTensor:
     """silu(x[:, :K]) · x[:, K:], computed in FP32 and quantised "1x128": the middle of a gated expert.
 
-    x is (rows, 2 K), bfloat16, float16 or float32; the result (rows, K). Raises TypeError or ValueError.
+    x is (rows, 2 K), bfloat16, float16 or float32; the result (rows, K). On a Hopper GPU one kernel does it, whose exp is its own,
+    so that the simulator gives the same bits; elsewhere torch's silu is used, which may round otherwise. Raises TypeError or
+    ValueError.
     """
+    if _on_hopper(x):
+        from fp8_gemm.kernels import quantize as kernels
+
+        return kernels.swiglu_quantize(x, format, power_of_two, margin)
     if not isinstance(x, torch.Tensor) or x.dtype not in CASTABLE:
         given = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
         raise TypeError(f"x is {given}; it must be a tensor of bfloat16, float16 or float32")

@@ -1,4 +1,4 @@
-"""Quantisation by kernels: the same bits as hopperlab.quantize.quantize, reading the input once.
+"""Launches kernels/quantize.cu. Quantisation by kernels: the same bits as hopperlab.quantize.quantize, reading the input once.
 
     quantize(x, "1x128", m_major=True)      # CUDA tensors: quantize.cu on the GPU; CPU tensors: the same on the simulator
 

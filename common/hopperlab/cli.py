@@ -139,11 +139,14 @@ def _time_all(selector: str, rows: list[dict], shape: tuple[int, int, int]) -> d
     calls = {**ours, **{name: entry[0] for name, entry in running.items()}}
     with console.status(f"timing {len(calls)} candidates at {m}x{n}x{k}"), telemetry.Recorder() as recorder:
         timings = benchmark.measure(calls)
+    known = {}  # steps of equal arithmetic share an expected output: at this size the model takes seconds
     for name, (row, step, (a, b), out) in outputs.items():
         out.fill_(float("nan"))
         ours[name][0]()
-        expected = step.expected and step.expected(a, b, out.dtype)
-        bound = None if step.expected else step.bound(a, b, out.dtype)
+        model = (step.expected or step.bound, step.recipes[0], out.dtype)
+        if model not in known:
+            known[model] = model[0](a, b, out.dtype)
+        expected, bound = (known[model], None) if step.expected else (None, known[model])
         verdict = checker.compare(out, a, b, expected=expected, bound=bound, tile=step.tile)
         row["ok"] = row["ok"] and verdict.ok
         row["cases"].append({"case": f"timed: {m}x{n}x{k}", "ok": verdict.ok, "message": verdict.message, "modelled": verdict.modelled,

@@ -6,11 +6,13 @@ import pytest
 
 
 def pytest_addoption(parser):
-    parser.addoption("--solution", action="store_true", help="check each stage's finished kernel.cu, not the learner's exercise.cu")
+    parser.addoption("--solution", action="store_true", help="check each stage's finished kernel, not the learner's exercise.cu")
 
 
 @pytest.fixture
 def source(request) -> Path:
-    """The file under test: exercise.cu beside the test, or kernel.cu with --solution."""
-    name = "kernel.cu" if request.config.getoption("--solution") else "exercise.cu"
-    return request.path.parent / name
+    """The file under test: exercise.cu beside the test, or the stage's finished kernel with --solution."""
+    from hopperlab import exercise
+
+    folder = request.path.parent
+    return exercise.kernel_of(folder) if request.config.getoption("--solution") else folder / "exercise.cu"

@@ -38,11 +38,11 @@ def run_tests(folder, source, tmp_path, beginning="test_") -> dict[str, str | No
 @each_stage
 def test_exercise_is_the_kernel_without_its_answers(folder):
     """Whatever a learner has written into their blanks by now."""
-    made = exercise.make((folder / "kernel.cu").read_text(), folder.name[:2])
+    made = exercise.make(exercise.kernel_of(folder).read_text(), folder.name[:2])
     assert exercise.strip((folder / "exercise.cu").read_text()) == made
     assert all(blank.empty for blank in exercise.blanks(made))
     kept = [line for line in made.splitlines() if "// BLANK" not in line]
-    kernel = [line for line in (folder / "kernel.cu").read_text().splitlines() if "// BLANK" not in line]
+    kernel = [line for line in exercise.kernel_of(folder).read_text().splitlines() if "// BLANK" not in line]
     remaining = iter(kernel)
     assert all(line in remaining for line in kept), "solving must only ever add lines"
 
@@ -52,7 +52,7 @@ def test_unsolved_compiles_and_fails_naming_the_blank_and_its_hint(folder, tmp_p
     from hopperlab.compile import compile_file
 
     source = tmp_path / "exercise.cu"
-    source.write_text(exercise.make((folder / "kernel.cu").read_text(), folder.name[:2]))
+    source.write_text(exercise.make(exercise.kernel_of(folder).read_text(), folder.name[:2]))
     module = stage.load(folder).module
     assert compile_file(source, module.EXERCISE_CONSTANTS).cubin
     for name, message in run_tests(folder, source, tmp_path).items():
@@ -63,13 +63,13 @@ def test_unsolved_compiles_and_fails_naming_the_blank_and_its_hint(folder, tmp_p
 
 @each_stage
 def test_solution_passes(folder, tmp_path):
-    results = run_tests(folder, folder / "kernel.cu", tmp_path)
+    results = run_tests(folder, exercise.kernel_of(folder), tmp_path)
     assert set(results.values()) == {None}, results
 
 
 @each_stage
 def test_every_blank_has_hints(folder):
-    numbers = [blank.number for blank in exercise.blanks((folder / "kernel.cu").read_text())]
+    numbers = [blank.number for blank in exercise.blanks(exercise.kernel_of(folder).read_text())]
     hints = exercise.hints(folder)
     assert list(hints) == numbers
     assert all(len(found) >= 2 for found in hints.values())
@@ -78,7 +78,7 @@ def test_every_blank_has_hints(folder):
 @pytest.mark.parametrize("number, right, wrong, failing, message", WRONG, ids=[f"{w[0]}-{i}" for i, w in enumerate(WRONG)])
 def test_plausible_wrong_answers_get_a_message_that_helps(number, right, wrong, failing, message, tmp_path):
     folder = next(folder for folder in FOLDERS if folder.name.startswith(number))
-    text = (folder / "kernel.cu").read_text()
+    text = exercise.kernel_of(folder).read_text()
     assert text.count(right) == 1, right
     source = tmp_path / "exercise.cu"
     source.write_text(text.replace(right, wrong))

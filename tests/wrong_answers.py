@@ -269,4 +269,74 @@ WRONG_05 = [
     ("05", "__fmaf_rn(sum[i], s[i / 2 % 2], total[round][i])", "sum[i] * s[i / 2 % 2]", "test_blank_4", r"BLANK 4, .*and is 128, the sum of one block of K\."),
 ]  # fmt: skip
 
-WRONG = WRONG_01 + WRONG_02 + WRONG_03 + WRONG_04 + WRONG_05
+WRONG_06 = [
+    # lanes below step get their own number back, and add it
+    ("06", "if (lane >= step) sum += other;", "sum += other;", "test_blank_1",
+     r"BLANK 1, Contiguous, .*tile 0, number 0 of CTA 0 .* is given as group 0, X from row -1984, .*lane l's sum counts"),
+    # one lane too few
+    ("06", "if (lane >= step) sum += other;", "if (lane > step) sum += other;", "test_blank_1",
+     r"BLANK 1, .*tile 3, number 1 of CTA 0 .*Right is: group 2, X from row 9, ending at 84"),
+    # the last step forgotten
+    ("06", "for (int step = 1; step < 32; step *= 2) {", "for (int step = 1; step < 16; step *= 2) {", "test_blank_1",
+     r"BLANK 1, .*tile 57, .* is given as group 20, .*Right is: group 17"),
+    # steps of one, with sums that have grown
+    ("06", "for (int step = 1; step < 32; step *= 2) {", "for (int step = 1; step < 32; ++step) {", "test_blank_1",
+     r"BLANK 1, .*tile 9, .*Right is: group 3"),
+    # the shuffle where only some lanes come
+    ("06", "const int other = __shfl_up_sync(~0u, sum, step);\n          if (lane >= step) sum += other;",
+     "if (lane >= step) sum += __shfl_up_sync(~0u, sum, step);", "test_blank_1", r"(?s)BLANK 1, deadlock: .*they have diverged"),
+    # __ffs counts from 1
+    ("06", "const int owner = __ffs(beyond) - 1;", "const int owner = __ffs(beyond);", "test_blank_2",
+     r"BLANK 2, .*after the end of 'begins'.*the first group whose sum goes beyond"),
+    # the highest bit: the last group whose sum is beyond
+    ("06", "const int owner = __ffs(beyond) - 1;", "const int owner = 31 - __clz(beyond);", "test_blank_2",
+     r"BLANK 2, .*after the end of 'begins'.*the first group whose sum goes beyond"),
+    # groups counted from the chunk
+    ("06", "tile.group = chunk + owner;", "tile.group = owner;", "test_blank_2",
+     r"BLANK 2, .*tile 108, .* is given as group 0, .*Right is: group 32"),
+    # each lane its own group's size
+    ("06", "size = __shfl_sync(~0u, mine, owner);", "size = mine;", "test_blank_2",
+     r"BLANK 2, .*lanes disagree on tile 0, .*All lanes take the group, its size"),
+    # the owner's own tiles counted as those before it
+    ("06", "__shfl_sync(~0u, sum - tiles, owner);", "__shfl_sync(~0u, sum, owner);", "test_blank_2",
+     r"BLANK 2, .*tile 0, .* Y from row -96, .*tiles before it"),
+    # earlier chunks forgotten
+    ("06", "within = index - before - ", "within = index - ", "test_blank_2",
+     r"BLANK 2, .*tile 108, .* is given as group 32, X from row 4010, .*Right is: group 32, X from row 1706"),
+    # the end counted from the group's first row
+    ("06", "tile.x_end = start + size;", "tile.x_end = size;", "test_blank_3",
+     r"BLANK 3, Contiguous, groups.* X from row 9, ending at 75, .*Right is: group 2, X from row 9, ending at 84"),
+    # the tile not moved
+    ("06", "else tile.x += start, tile.x_end", "else tile.x_end", "test_blank_3",
+     r"BLANK 3, Contiguous, groups.* X from row 0, ending at 84, .*Right is: group 2, X from row 9, ending at 84"),
+    # tokens are always X
+    ("06", "if (Swapped) tile.y += start, tile.y_end = start + size; else tile.x", "tile.x", "test_blank_3",
+     r"BLANK 3, Contiguous, swapped, .*Right is: group 0, X from row 0, ending at 72, Y from row 0, ending at 1\. Tokens are rows of X, or of Y where Swapped"),
+    # the same for a buffer
+    ("06", "(Swapped ? tile.y_end : tile.x_end) = size;", "tile.x_end = size;", "test_blank_3",
+     r"BLANK 3, Masked, swapped, .*Y from row 0, ending at 149\. Right is: .*ending at 72, Y from row 0, ending at 1\."),
+    # masked groups end where the buffer does
+    ("06", "    if constexpr (Problem == Masked) (Swapped ? tile.y_end : tile.x_end) = size;\n", "", "test_blank_3",
+     r"BLANK 3, Masked, groups.*ending at 149, .*Right is: group 0, X from row 0, ending at 1, .*Masked: rows 0 to size"),
+    # the other way round
+    ("06", "for (int split = 1; split < Splits; ++split) value", "for (int split = Splits - 1; split > 0; --split) value", "test_blank_4",
+     r"BLANK 4, .*in the result once, but the bits are not those of adding them in order"),
+    # beginning after the split that came last
+    ("06", "for (int split = 1; split < Splits; ++split) value += *(volatile float*)&mine[(long long)(split * Values + i) * 128];",
+     "for (int j = 1; j < Splits; ++j) value += *(volatile float*)&mine[(long long)((tile.split + j) % Splits * Values + i) * 128];", "test_blank_4",
+     r"BLANK 4, .*the parts are in the result 2, 1, 1, 0 times"),
+    # the first split twice
+    ("06", "for (int split = 1; split < Splits; ++split) value", "for (int split = 0; split < Splits; ++split) value", "test_blank_4",
+     r"BLANK 4, .*the parts are in the result 2, 1, 1, 1 times; each must be there once"),
+    # the last forgotten
+    ("06", "for (int split = 1; split < Splits; ++split) value", "for (int split = 1; split < Splits - 1; ++split) value", "test_blank_4",
+     r"BLANK 4, .*the parts are in the result 1, 1, 1, 0 times"),
+    # another register's sum
+    ("06", "&mine[(long long)(split * Values + i) * 128]", "&mine[(long long)(split + i) * 128]", "test_blank_4",
+     r"BLANK 4, .*no sums of the four parts of their own element.*each at \(split \* Values \+ i\) \* 128"),
+    # the threads' columns forgotten
+    ("06", "&mine[(long long)(split * Values + i) * 128]", "&mine[split * Values + i]", "test_blank_4",
+     r"BLANK 4, .*no sums of the four parts of their own element"),
+]  # fmt: skip
+
+WRONG = WRONG_01 + WRONG_02 + WRONG_03 + WRONG_04 + WRONG_05 + WRONG_06

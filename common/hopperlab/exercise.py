@@ -8,6 +8,8 @@
 
 ``exercise.cu`` is that file without the answers. Solving only ever adds lines between the two marks, so a learner's
 file can always be compared with the one it came from.
+
+A stage whose finished kernel is another file names it in its ``stage.py``: ``KERNEL = FOLDER / "…"``.
 """
 
 from __future__ import annotations
@@ -117,10 +119,16 @@ def require_filled(source: Path, number: int, stage_number: str) -> None:
                     f"Stuck? hopperlab hint {stage_number} {number}", pytrace=False)  # fmt: skip
 
 
+def kernel_of(folder: Path) -> Path:
+    """The finished kernel that a stage's exercise is made from: its ``kernel.cu``, else what its ``stage.py`` calls KERNEL."""
+    kernel = folder / "kernel.cu"
+    return kernel if kernel.exists() else stages.load(folder).module.KERNEL
+
+
 def write(folder: Path, reset: bool = False) -> str:
-    """Write a stage's exercise.cu from its kernel.cu. A file with answers in it is kept unless ``reset``. Says what it did."""
+    """Write a stage's exercise.cu from its finished kernel. A file with answers in it is kept unless ``reset``. Says what it did."""
     target = folder / "exercise.cu"
-    text = make((folder / "kernel.cu").read_text(), folder.name[:2])
+    text = make(kernel_of(folder).read_text(), folder.name[:2])
     if target.exists() and not reset:
         current = target.read_text()
         if current == text:

@@ -99,19 +99,23 @@ struct Scheduler {
         const int lane = threadIdx.x % 32, mine = tokens(chunk + lane);
         const int tiles = Swapped ? x_tiles_all * ((mine + BlockY - 1) / BlockY) : (mine + BlockX - 1) / BlockX * y_tiles_all;
         int sum = tiles;                                               // of this lane's group and those before it in the chunk
+        // BLANK 1: add to sum the tiles of all lower lanes' groups
         for (int step = 1; step < 32; step *= 2) {
           const int other = __shfl_up_sync(~0u, sum, step);
           if (lane >= step) sum += other;
         }
+        // END BLANK
         const u32 beyond = __ballot_sync(~0u, before + sum > index);
         if (beyond == 0) {
           before += __shfl_sync(~0u, sum, 31);
           continue;
         }
+        // BLANK 2: the tile's group, how many tokens the group has (size), which of the group's tiles this is (within)
         const int owner = __ffs(beyond) - 1;
         tile.group = chunk + owner;
         size = __shfl_sync(~0u, mine, owner);
         within = index - before - __shfl_sync(~0u, sum - tiles, owner);
+        // END BLANK
         break;
       }
       (Swapped ? y_tiles : x_tiles) = Swapped ? (size + BlockY - 1) / BlockY : (size + BlockX - 1) / BlockX;
@@ -130,11 +134,13 @@ struct Scheduler {
     within %= GroupX * y_tiles;
     tile.x = (first + within % height) * BlockX, tile.y = within / height * BlockY;
     tile.x_end = problem.x_rows, tile.y_end = problem.y_rows;
+    // BLANK 3: where the group's tokens lie: move a Contiguous tile to them; end Contiguous and Masked tiles where they end
     if constexpr (Problem == Contiguous) {
       const int start = problem.begins[tile.group];
       if (Swapped) tile.y += start, tile.y_end = start + size; else tile.x += start, tile.x_end = start + size;
     }
     if constexpr (Problem == Masked) (Swapped ? tile.y_end : tile.x_end) = size;
+    // END BLANK
     const int k_blocks = (problem.k + BlockK - 1) / BlockK;
     constexpr int Unit = Interval > 1 ? Interval : 1;                  // splits begin at promotions
     const int units = (k_blocks + Unit - 1) / Unit;
@@ -469,7 +475,9 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
 #pragma unroll
         for (int i = 0; i < Values; ++i) {
           float value = *(volatile float*)&mine[(long long)i * 128];
+          // BLANK 4: add register i of the other splits, in the order of the splits
           for (int split = 1; split < Splits; ++split) value += *(volatile float*)&mine[(long long)(split * Values + i) * 128];
+          // END BLANK
           total[i / (BlockY / 2)][i % (BlockY / 2)] = value;
         }
         if constexpr (Interval == 0) {

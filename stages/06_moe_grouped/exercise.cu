@@ -1,0 +1,487 @@
+// D = A times B transposed, for every kind of problem of the library, from one persistent kernel.
+//
+//   D[m][n] = bias[n] + C[m][n] + sum over promotions p of (scale_a * scale_b) * sum over k in p of A[m][k] * B[n][k]
+//
+// Two operands meet in a tile: X, whose rows lie on the 64-row side of wgmma, and Y, whose rows are its columns. X is A and Y is
+// B, or, swapped, X is B and Y is A: few tokens then cost a narrow wgmma instead of 64 rows of it. K is innermost in both.
+//
+//   Dense           X rows by Y rows, one group.
+//   Contiguous      the tokens of group g are rows begins[g] to ends[g] of A; B is (groups, N, K).
+//   Masked          A is (groups, rows, K), of which the first ends[g] rows of group g are tokens; B is (groups, N, K).
+//   KGrouped        group g is k from begins[g], a multiple of 128, to ends[g] in both; D is (groups, M, N).
+//
+//   grid (CTAs, at most one per SM), block (Threads). Warp 0 loads tiles by TMA, warps 1 to 3 load scales, warpgroups
+//   1 and up multiply.
+
+#include "hopper.cuh"
+
+enum Kind { Dense, Contiguous, Masked, KGrouped };
+
+// Constants from the host, bound once.
+constexpr int Problem = KIND;              // a Kind
+constexpr bool Swapped = SWAPPED;          // X is B
+constexpr int Consumers = CONSUMERS;       // warpgroups that multiply: 1 or 2
+constexpr int Rounds = ROUNDS;             // wgmma tiles of 64 rows that each works on in turn: 1 or 2
+constexpr int BlockX = 64 * Consumers * Rounds;
+constexpr int BlockY = BLOCK_Y;            // columns of a tile, a multiple of 8; of 16 where TMA stores D
+constexpr int BlockK = 128;                // bytes of k in one slot of the ring
+constexpr int Stages = NUM_STAGES;         // slots of the ring
+constexpr int GroupX = GROUP_X;            // rows of tiles that are worked on together, so that L2 serves them
+constexpr int Splits = SPLITS;             // parts that K is cut into, each a tile of its own; added up in order
+constexpr int Interval = INTERVAL;         // blocks of k between promotions; 0: never, one accumulator over all of k
+constexpr bool VectorY = VECTOR_Y;         // every row of Y has its own scale; else every 128 of them share one
+constexpr bool StoreByTma = STORE_BY_TMA;  // D's rows are multiples of 16 bytes, and X is A
+constexpr bool Accumulate = ACCUMULATE;    // add to what D holds
+constexpr bool Bias = BIAS;                // one FP32 number per n
+typedef OUTPUT Output;                     // bf16, fp16 or float
+
+constexpr int Threads = 128 * (1 + Consumers);
+// Registers per thread after the exchange; 128 * (producer + 2 * consumer) <= 65536. Two rounds need every one they can get.
+constexpr int ProducerRegisters = Rounds == 2 ? 40 : 56, ConsumerRegisters = Rounds == 2 ? 232 : 224;
+// A panel is what one warp stages for one TMA store: 16 rows of D, as wide as a swizzle span (128, 64 or 32 bytes) can be.
+constexpr int RowBytes = BlockY * sizeof(Output);
+constexpr int PanelBytes = !StoreByTma ? 16 : RowBytes % 128 == 0 ? 128 : RowBytes % 64 == 0 ? 64 : 32;
+constexpr int PanelColumns = PanelBytes / sizeof(Output);
+// Columns in a row that surely share a scale of Y, and blocks of scales that a tile can touch.
+constexpr int Chunk = VectorY ? 8 : (BlockY & -BlockY) < 128 ? BlockY & -BlockY : 128;
+constexpr int ScaleBlocks = VectorY ? 1 : (128 - Chunk + BlockY - 1) / 128 + 1;
+constexpr int ScalesY = VectorY ? BlockY : (ScaleBlocks + 3) / 4 * 4;  // whole 16 bytes: the compiler reads them at once
+
+WGMMA_INSTANCE(BLOCK_Y, X_FORMAT, Y_FORMAT)
+
+struct alignas(1024) Shared {              // 1024: the period of a 128-byte swizzle
+  u8 x[Stages][BlockX * BlockK];
+  u8 y[Stages][BlockY * BlockK];
+  u8 out[4 * Consumers][16 * PanelBytes];  // one panel per warp
+  float scale_x[Stages][BlockX];           // of the slot's block of k
+  float scale_y[Stages][ScalesY];
+  u64 full[Stages];                        // the slot is filled: one arrival with the tiles' bytes, one per warp of scales
+  u64 empty[Stages];                       // the slot may be overwritten: one arrival per consumer warp
+  u32 last[Consumers];                     // splits: whether this consumer finished last
+};
+
+struct Ring {                              // a place in the ring, the same for everyone
+  int slot = 0;
+  u32 phase = 0;
+  __device__ void advance() {
+    if (++slot == Stages) slot = 0, phase ^= 1;
+  }
+};
+
+struct Arguments {                         // what all warps need to find tiles
+  const int *begins, *ends;                // of groups: in rows (Contiguous), in elements of k (KGrouped); Masked: ends only
+  int x_rows, y_rows, k, groups;           // rows of X and Y (tokens: all of them, or per group where Masked); k in elements
+};
+
+// One tile: where its operands begin, where its rows end, which blocks of k it adds up.
+struct Tile {
+  int group, x, y, x_end, y_end, k_block, k_end, split;
+};
+
+// Finds a CTA's tiles, first to last. All lanes of a warp call it together: in the grouped kinds each of them counts the tiles of
+// one group, 32 groups at a time, because the sizes of groups are known on the device only.
+struct Scheduler {
+  const Arguments& problem;
+  int index = blockIdx.x, chunk = 0, before = 0;                       // next tile; groups being looked at; tiles in those before
+
+  __device__ int tokens(int group) const {                             // rows of the group that X or Y has
+    if (group >= problem.groups) return 0;
+    return problem.ends[group] - (Problem == Contiguous ? problem.begins[group] : 0);
+  }
+
+  __device__ bool next(Tile& tile) {
+    const int x_tiles_all = (problem.x_rows + BlockX - 1) / BlockX, y_tiles_all = (problem.y_rows + BlockY - 1) / BlockY;
+    int within = index, x_tiles = x_tiles_all, y_tiles = y_tiles_all, size = 0;
+    tile.group = 0;
+    if constexpr (Problem == Contiguous || Problem == Masked) {
+      for (;; chunk += 32) {
+        if (chunk >= problem.groups) return false;
+        const int lane = threadIdx.x % 32, mine = tokens(chunk + lane);
+        const int tiles = Swapped ? x_tiles_all * ((mine + BlockY - 1) / BlockY) : (mine + BlockX - 1) / BlockX * y_tiles_all;
+        int sum = tiles;                                               // of this lane's group and those before it in the chunk
+        // BLANK 1: add to sum the tiles of all lower lanes' groups  (about 4 lines; stuck? hopperlab hint 06 1)
+        // END BLANK
+        const u32 beyond = __ballot_sync(~0u, before + sum > index);
+        if (beyond == 0) {
+          before += __shfl_sync(~0u, sum, 31);
+          continue;
+        }
+        // BLANK 2: the tile's group, how many tokens the group has (size), which of the group's tiles this is (within)  (about 4 lines; stuck? hopperlab hint 06 2)
+        // END BLANK
+        break;
+      }
+      (Swapped ? y_tiles : x_tiles) = Swapped ? (size + BlockY - 1) / BlockY : (size + BlockX - 1) / BlockX;
+    } else {
+      const int per_group = x_tiles * y_tiles * Splits;
+      tile.group = index / per_group;
+      if (tile.group >= problem.groups) return false;
+      within = index % per_group;
+    }
+    index += gridDim.x;
+
+    tile.split = within % Splits;
+    within /= Splits;
+    const int first = within / (GroupX * y_tiles) * GroupX;            // in groups of GroupX rows; within a group x runs fastest
+    const int height = min(GroupX, x_tiles - first);
+    within %= GroupX * y_tiles;
+    tile.x = (first + within % height) * BlockX, tile.y = within / height * BlockY;
+    tile.x_end = problem.x_rows, tile.y_end = problem.y_rows;
+    // BLANK 3: where the group's tokens lie: move a Contiguous tile to them; end Contiguous and Masked tiles where they end  (about 5 lines; stuck? hopperlab hint 06 3)
+    // END BLANK
+    const int k_blocks = (problem.k + BlockK - 1) / BlockK;
+    constexpr int Unit = Interval > 1 ? Interval : 1;                  // splits begin at promotions
+    const int units = (k_blocks + Unit - 1) / Unit;
+    tile.k_block = tile.split * units / Splits * Unit, tile.k_end = min((tile.split + 1) * units / Splits * Unit, k_blocks);
+    if constexpr (Problem == KGrouped)
+      tile.k_block = problem.begins[tile.group] / BlockK, tile.k_end = (problem.ends[tile.group] + BlockK - 1) / BlockK;
+    return true;
+  }
+};
+
+// Which group coordinate an operand's tensor map takes: tokens have one only where Masked, weights wherever there are groups.
+__device__ int map_group(const Tile& tile, bool tokens) {
+  return Problem == Masked || (Problem == Contiguous && !tokens) ? tile.group : 0;
+}
+
+// Scales in any layout: of row r and block b of k at scale[group * group_stride + (r >> shift) * row_stride + b * k_stride].
+struct Scales {
+  const float* scale;
+  int group_stride, shift, row_stride, k_stride;                       // in floats: scales are few enough for 32 bits
+  __device__ float at(const float* group, int row, int row_end, int k_block) const {
+    return row < row_end ? group[(row >> shift) * row_stride + k_block * k_stride] : 0.0f;
+  }
+  __device__ const float* of_group(int group) const { return scale + (long long)group * group_stride; }
+};
+
+// One warp writes scales of every slot's block of k into shared memory, from whatever layout they have: Count of X's (from row
+// `first` of the tile on) or of Y's. It is as far ahead as the ring allows.
+template <bool OfX, int Count>
+__device__ __forceinline__ void supply_scales(Shared& shared, const Arguments& problem, const Scales& scales, int first) {
+  const int lane = threadIdx.x % 32;
+  Ring ring;
+  Tile tile;
+  Scheduler scheduler{problem};
+  while (scheduler.next(tile)) {
+    const float* group = scales.of_group(map_group(tile, OfX != Swapped));
+    const int step = OfX || VectorY ? 1 : 128, row_end = OfX ? tile.x_end : tile.y_end;
+    const int row = (OfX ? tile.x + first : VectorY ? tile.y : tile.y / 128 * 128) + lane * step;
+#pragma unroll 1
+    for (int k_block = tile.k_block; k_block < tile.k_end; ++k_block, ring.advance()) {
+      float values[(Count + 31) / 32];                                 // on their way while the slot is still in use
+#pragma unroll
+      for (int i = 0; i < (Count + 31) / 32; ++i) values[i] = scales.at(group, row + 32 * i * step, row_end, k_block);
+      mbarrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
+      float* slot = OfX ? &shared.scale_x[ring.slot][first] : shared.scale_y[ring.slot];
+#pragma unroll
+      for (int i = 0; i < (Count + 31) / 32; ++i)
+        if (Count % 32 == 0 || 32 * i + lane < Count) slot[32 * i + lane] = values[i];
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(&shared.full[ring.slot]);
+    }
+  }
+}
+
+// One output: x and y are rows of X and Y.
+struct Destination {
+  Output* D;
+  const float* bias;
+  int rows, row_length;                    // of one group of D
+  __device__ void store_one(const Tile& tile, int x, int y, float value) const {
+    if (x >= tile.x_end || y >= tile.y_end) return;
+    const int m = Swapped ? y : x, n = Swapped ? x : y, group = Problem == Masked || Problem == KGrouped ? tile.group : 0;
+    Output& d = D[((long long)group * rows + m) * row_length + n];
+    if (Bias) value += bias[n];
+    if (Accumulate) value += load(&d);
+    store(&d, value);
+  }
+};
+
+// A warp stores 16 rows of the tile from row x on. total: what a wgmma leaves in a thread's registers; inlined, it stays there.
+__device__ __forceinline__ void store_rows(const float (&total)[BlockY / 2], const TensorMap& map_d, const Destination& to, u8* panel, const Tile& tile, int x) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (StoreByTma) {
+    // TMA clips at the end of D; where D goes on after the tile's last row, it must not be used for the rows around that end.
+    if (Problem == Dense || Problem == KGrouped || x + 16 <= tile.x_end) {
+#pragma unroll                                                           // total must be indexed by constants to stay in registers
+      for (int first = 0; first < BlockY; first += PanelColumns) {
+        if (lane == 0) tma_store_wait_read<0>();                       // the panel's last store has read it
+        __syncwarp();
+        // Byte b of row r lies at r * PanelBytes + b, its 16-byte chunk xored with the row as the map's swizzle has it.
+        auto place = [&](int row, int byte) {
+          const int offset = row * PanelBytes + byte;
+          return panel + (offset ^ (offset >> 3 & (PanelBytes - 16)));
+        };
+#pragma unroll
+        for (int n = 0; n < PanelColumns; n += 16) {                   // 8 registers: 16 columns of two rows, 2 per step of 8
+          float v[8];
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            const int column = tile.y + first + n + i / 4 * 8 + lane % 4 * 2 + i % 2;
+            v[i] = total[(first + n) / 2 + i];
+            if (Bias && column < tile.y_end) v[i] += to.bias[column];
+          }
+          if constexpr (sizeof(Output) == 2) {
+            store_matrix_x4(place(lane % 16, n * 2 + lane / 16 * 16), pack<Output>(v[0], v[1]), pack<Output>(v[2], v[3]),
+                            pack<Output>(v[4], v[5]), pack<Output>(v[6], v[7]));
+          } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              *reinterpret_cast<float2*>(place(lane / 4 + i % 2 * 8, (n + i / 2 * 8 + lane % 4 * 2) * 4)) = make_float2(v[2 * i], v[2 * i + 1]);
+          }
+        }
+        fence_proxy_async_shared();                                    // the stores above become visible to TMA
+        __syncwarp();
+        if (lane == 0) {
+          const int group = Problem == Masked || Problem == KGrouped ? tile.group : 0;
+          // Every element is added to once, so the sum does not depend on timing. The host sets both only for FP32.
+          if constexpr (Accumulate) tma_reduce_add_3d(&map_d, panel, tile.y + first, x, group);
+          else tma_store_3d(&map_d, panel, tile.y + first, x, group);
+          tma_store_commit();
+        }
+      }
+      return;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < BlockY / 2; ++i) to.store_one(tile, x + lane / 4 + i / 2 % 2 * 8, tile.y + i / 4 * 8 + lane % 4 * 2 + i % 2, total[i]);
+}
+
+extern "C" __global__ void __launch_bounds__(Threads, 1)
+gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap map_y, const __grid_constant__ TensorMap map_d,
+     const float* __restrict__ scale_x, const float* __restrict__ scale_y, const float* __restrict__ bias,
+     const int* __restrict__ begins, const int* __restrict__ ends, Output* D, float* partials, u32* finished, int x_rows, int y_rows, int k, int groups, int d_rows, int d_row_length,
+     int scale_x_group_stride, int scale_x_shift, int scale_x_row_stride, int scale_x_k_stride,
+     int scale_y_group_stride, int scale_y_shift, int scale_y_row_stride, int scale_y_k_stride) {
+  extern __shared__ u8 raw[];
+  Shared& shared = *reinterpret_cast<Shared*>(raw);
+  // The shuffle tells the compiler that a warp's threads agree on it, so that descriptors stay in uniform registers.
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  const Arguments problem = {begins, ends, x_rows, y_rows, k, groups};
+  const Scales of_x = {scale_x, scale_x_group_stride, scale_x_shift, scale_x_row_stride, scale_x_k_stride};
+  const Scales of_y = {scale_y, scale_y_group_stride, scale_y_shift, scale_y_row_stride, scale_y_k_stride};
+
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < Stages; ++s) {
+      mbarrier_init(&shared.full[s], BlockX > 128 ? 4 : 3);
+      mbarrier_init(&shared.empty[s], 4 * Consumers);
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();                                                     // the barriers exist
+
+  if (warpgroup == 0) {
+    registers_decrease<ProducerRegisters>();
+    if (warp == 0) {
+      // ---- tiles: one thread fills the ring ---------------------------------------------------------------------------
+      Ring ring;
+      Tile tile;
+      Scheduler scheduler{problem};
+      while (scheduler.next(tile)) {
+        const int group_x = map_group(tile, !Swapped), group_y = map_group(tile, Swapped);
+#pragma unroll 1
+        for (int k_block = tile.k_block; k_block < tile.k_end; ++k_block, ring.advance()) {
+          if (lane == 0) {
+            mbarrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
+            mbarrier_arrive_expect_tx(&shared.full[ring.slot], (BlockX + BlockY) * BlockK);
+            tma_load_3d(shared.x[ring.slot], &map_x, &shared.full[ring.slot], k_block * BlockK, tile.x, group_x);
+            tma_load_3d(shared.y[ring.slot], &map_y, &shared.full[ring.slot], k_block * BlockK, tile.y, group_y);
+          }
+          __syncwarp();
+        }
+      }
+    } else if (warp == 1) {
+      supply_scales<true, BlockX < 128 ? BlockX : 128>(shared, problem, of_x, 0);
+    } else if (warp == 2) {
+      if constexpr (BlockX > 128) supply_scales<true, BlockX - 128>(shared, problem, of_x, 128);
+    } else {
+      supply_scales<false, ScalesY>(shared, problem, of_y, 0);
+    }
+  } else {
+    // ---- consumers: Rounds times 64 rows of the tile each ---------------------------------------------------------------
+    registers_increase<ConsumerRegisters>();
+    const int consumer = warpgroup - 1;
+    const int my_row = consumer * Rounds * 64 + warp * 16 + lane / 4;    // of the tile; the thread's other row is 8 further
+    const u64 x_first = matrix_descriptor(shared_address(shared.x[0]) + consumer * Rounds * 64 * BlockK, Swizzle::Bytes128, 8 * BlockK);
+    const u64 y_first = matrix_descriptor(shared_address(shared.y[0]), Swizzle::Bytes128, 8 * BlockK);
+    const Destination to = {D, bias, d_rows, d_row_length};
+    Ring ring;
+    u64 x_slot = x_first, y_slot = y_first;                            // descriptors of the current slot
+    Tile tile;
+    Scheduler scheduler{problem};
+    while (scheduler.next(tile)) {
+      float total[Rounds][BlockY / 2];                                 // FP32 on CUDA cores
+#pragma unroll
+      for (int round = 0; round < Rounds; ++round)
+#pragma unroll
+        for (int i = 0; i < BlockY / 2; ++i) total[round][i] = 0.0f;
+
+      // The scales of the slot's block: of this thread's two rows in each round, times those of the blocks that the tile touches.
+      float scale[Rounds][2][ScaleBlocks], scale_next[Rounds][2][ScaleBlocks];
+      auto multiply_scales = [&](float (&s)[Rounds][2][ScaleBlocks]) {
+#pragma unroll
+        for (int round = 0; round < Rounds; ++round)
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int i = 0; i < ScaleBlocks; ++i) {
+              s[round][half][i] = shared.scale_x[ring.slot][my_row + 64 * round + 8 * half];
+              if constexpr (!VectorY) s[round][half][i] *= shared.scale_y[ring.slot][i];
+            }
+      };
+      // total = sum * scale + total, or total = total * scale where nothing was promoted.
+      auto apply = [&](float (&total)[BlockY / 2], const float (&sum)[BlockY / 2], const float (&scale)[2][ScaleBlocks], int slot) {
+#pragma unroll
+        for (int c = 0; c < BlockY; c += Chunk) {
+          float s[2] = {scale[0][0], scale[1][0]};
+          float2 column = {1.0f, 1.0f};
+          if constexpr (VectorY) {
+            column = *reinterpret_cast<const float2*>(&shared.scale_y[slot][c + lane % 4 * 2]);
+          } else {
+#pragma unroll
+            for (int i = 1; i < ScaleBlocks; ++i)
+              if (tile.y % 128 + c >= 128 * i) s[0] = scale[0][i], s[1] = scale[1][i];
+          }
+#pragma unroll
+          for (int i = c / 2; i < min(c + Chunk, BlockY) / 2; ++i) {
+            const float factor = VectorY ? s[i / 2 % 2] * (i % 2 ? column.y : column.x) : s[i / 2 % 2];
+            total[i] = Interval ? __fmaf_rn(sum[i], factor, total[i]) : total[i] * factor;
+          }
+        }
+      };
+      auto give_back = [&](int slot) {
+        __syncwarp();                                                  // all lanes have read their scales
+        if (lane == 0) mbarrier_arrive(&shared.empty[slot]);
+      };
+      auto advance = [&]() {
+        ring.advance();
+        x_slot = ring.slot == 0 ? x_first : x_slot + BlockX * BlockK / 16;
+        y_slot = ring.slot == 0 ? y_first : y_slot + BlockY * BlockK / 16;
+      };
+
+      if constexpr (Interval == 0) {
+        // One accumulator over all of k: the next block's wgmma is issued before this one's is waited for.
+        int last_slot = 0;
+#pragma unroll 1
+        for (int k_block = tile.k_block; k_block < tile.k_end; ++k_block) {
+          mbarrier_wait(&shared.full[ring.slot], ring.phase);
+          if (k_block + 1 == tile.k_end) multiply_scales(scale);       // they do not depend on k
+          wgmma_fence();
+#pragma unroll
+          for (int round = 0; round < Rounds; ++round)
+            for (int k = 0; k < BlockK; k += 32)
+              wgmma<BlockY, X_FORMAT, Y_FORMAT>(total[round], x_slot + (round * 64 * BlockK + k) / 16, y_slot + k / 16, k_block > tile.k_block || k > 0);
+          wgmma_commit();
+          wgmma_wait<1>();
+          if (k_block > tile.k_block) give_back(last_slot);
+          last_slot = ring.slot;
+          advance();
+        }
+        wgmma_wait<0>();
+#pragma unroll
+        for (int round = 0; round < Rounds; ++round) {
+          wgmma_hold(total[round]);
+          if (Splits == 1 && tile.k_block < tile.k_end) apply(total[round], total[round], scale[round], last_slot);
+        }
+        if (tile.k_block < tile.k_end) give_back(last_slot);
+      } else {
+        float sum[BlockY / 2];                                         // the tensor core's accumulator, used by the rounds in turn
+        if (tile.k_block < tile.k_end) {
+          mbarrier_wait(&shared.full[ring.slot], ring.phase);
+          multiply_scales(scale);
+        }
+#pragma unroll 1
+        for (int k_block = tile.k_block; k_block < tile.k_end;) {
+          if constexpr (Interval == 1 && !VectorY) {
+#pragma unroll
+            for (int round = 0; round < Rounds; ++round) {
+              wgmma_fence();
+              for (int k = 0; k < BlockK; k += 32)
+                wgmma<BlockY, X_FORMAT, Y_FORMAT>(sum, x_slot + (round * 64 * BlockK + k) / 16, y_slot + k / 16, k > 0);
+              wgmma_commit();
+              if (round + 1 < Rounds) {
+                wgmma_wait<0>();
+                wgmma_hold(sum);
+              } else {                                                 // while the tensor core works: all that the next block needs
+                const int slot = ring.slot;
+                advance();
+                if (k_block + 1 < tile.k_end) {
+                  mbarrier_wait(&shared.full[ring.slot], ring.phase);
+                  multiply_scales(scale_next);
+                }
+                wgmma_wait<0>();
+                wgmma_hold(sum);
+                give_back(slot);
+              }
+              apply(total[round], sum, scale[round], 0);
+            }
+            ++k_block;
+#pragma unroll
+            for (int round = 0; round < Rounds; ++round)
+#pragma unroll
+              for (int i = 0; i < ScaleBlocks; ++i) scale[round][0][i] = scale_next[round][0][i], scale[round][1][i] = scale_next[round][1][i];
+          } else {
+            // Several blocks per promotion (Rounds is 1 then), or a scale for every row of Y, read while it is used.
+            const int end = min(k_block + Interval, tile.k_end);
+            for (const int first = k_block; k_block < end; ++k_block) {
+              if (k_block > tile.k_block) mbarrier_wait(&shared.full[ring.slot], ring.phase);
+              multiply_scales(scale);
+#pragma unroll
+              for (int round = 0; round < Rounds; ++round) {
+                wgmma_fence();
+                for (int k = 0; k < BlockK; k += 32)
+                  wgmma<BlockY, X_FORMAT, Y_FORMAT>(sum, x_slot + (round * 64 * BlockK + k) / 16, y_slot + k / 16, k_block > first || k > 0);
+                wgmma_commit();
+                wgmma_wait<0>();
+                wgmma_hold(sum);
+                if (k_block + 1 == end) apply(total[round], sum, scale[round], ring.slot);
+              }
+              give_back(ring.slot);
+              advance();
+            }
+          }
+        }
+      }
+
+      if constexpr (Splits > 1) {
+        // Each split leaves its sums; whoever comes last adds them up, in the order of the splits, so timing changes nothing.
+        constexpr int Values = Rounds * BlockY / 2;                    // per thread
+        const int tile_index = (tile.x / BlockX * ((y_rows + BlockY - 1) / BlockY) + tile.y / BlockY) * Consumers + consumer;
+        float* mine = partials + ((long long)tile_index * Splits * Values) * 128 + threadIdx.x % 128;
+#pragma unroll
+        for (int i = 0; i < Values; ++i) mine[(long long)(tile.split * Values + i) * 128] = total[i / (BlockY / 2)][i % (BlockY / 2)];
+        __threadfence();
+        named_barrier_sync(1 + consumer, 128);
+        if (threadIdx.x % 128 == 0) {
+          const u32 before = atomicAdd(&finished[tile_index], 1);
+          shared.last[consumer] = before == Splits - 1;
+          if (before == Splits - 1) finished[tile_index] = 0;          // ready for the next call
+        }
+        named_barrier_sync(1 + consumer, 128);
+        if (!shared.last[consumer]) continue;
+        __threadfence();
+#pragma unroll
+        for (int i = 0; i < Values; ++i) {
+          float value = *(volatile float*)&mine[(long long)i * 128];
+          // BLANK 4: add register i of the other splits, in the order of the splits  (about 1 line; stuck? hopperlab hint 06 4)
+          // END BLANK
+          total[i / (BlockY / 2)][i % (BlockY / 2)] = value;
+        }
+        if constexpr (Interval == 0) {
+          // The scales of this split's slot are gone; they do not depend on k.
+#pragma unroll
+          for (int round = 0; round < Rounds; ++round)
+#pragma unroll
+            for (int i = 0; i < BlockY / 2; ++i) {
+              const int x = tile.x + my_row + 64 * round + i / 2 % 2 * 8, y = tile.y + i / 4 * 8 + lane % 4 * 2 + i % 2;
+              total[round][i] *= of_x.at(scale_x, x, tile.x_end, 0) * of_y.at(scale_y, y, tile.y_end, 0);
+            }
+        }
+      }
+      // Not a loop: the compiler would not unroll one of this size, and total would leave the registers.
+      const int x = tile.x + consumer * Rounds * 64 + warp * 16;
+      store_rows(total[0], map_d, to, shared.out[consumer * 4 + warp], tile, x);
+      if constexpr (Rounds == 2) store_rows(total[1], map_d, to, shared.out[consumer * 4 + warp], tile, x + 64);
+    }
+    if (StoreByTma && lane == 0) tma_store_wait<0>();                  // D is written before the kernel ends
+  }
+}

@@ -55,7 +55,7 @@ def test_overrides_are_obeyed(overrides):
 
 
 @pytest.mark.parametrize("overrides, message", [
-    ({"block_m": 100}, "block_m=100"), ({"block_n": 256, "swap_ab": False}, "block_n=256"), ({"split_k": 7}, "split_k=7"),
+    ({"block_m": 100}, "block_m=100"), ({"block_n": 256, "swap_ab": False}, "block_n=256"), ({"split_k": 9}, "split_k=9"),
     ({"num_stages": 1}, "num_stages=1"), ({"num_stages": 8, "block_m": 256, "block_n": 128}, "num_stages=8"), ({"num_sms": 133}, "num_sms is 133"),
 ])  # fmt: skip
 def test_impossible_overrides_are_refused(overrides, message):

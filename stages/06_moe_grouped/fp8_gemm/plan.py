@@ -168,7 +168,7 @@ def plan(problem: Problem, sms: int = 132, *, block_m: int | None = None, block_
     if not 1 <= usable <= sms:
         raise ValueError(f"num_sms is {num_sms}; this GPU has {sms}: allowed are 1 to {sms}")
     best = None
-    for candidate in _candidates(problem, usable, batch_invariant):
+    for candidate in _candidates(problem, usable, batch_invariant, split_k):
         if swap_ab not in (None, candidate.swap_ab) or split_k not in (None, candidate.splits):
             continue
         if block_m not in (None, candidate.block_m) or block_n not in (None, candidate.block_n):
@@ -189,10 +189,10 @@ def plan(problem: Problem, sms: int = 132, *, block_m: int | None = None, block_
 ROWS = ((1, 1), (2, 1), (2, 2))  # (consumers, rounds): 64, 128 and 256 rows of X
 COLUMNS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
 COLUMNS_SWAPPED = (8, 16, 24, 32, 48, 64, 96, 128)
-SPLITS = (1, 2, 3, 4, 5, 6, 8)
+SPLITS, MAX_SPLITS = (2, 3, 4, 5, 6, 8), 8
 
 
-def _candidates(problem: Problem, sms: int, batch_invariant: bool):
+def _candidates(problem: Problem, sms: int, batch_invariant: bool, split_k: int | None):
     """Every cut the kernel can make, before hardware limits."""
     if batch_invariant:
         yield Plan(False, 2, 1, 128, 0, 1, 8, sms, 0, 0.0)
@@ -203,5 +203,8 @@ def _candidates(problem: Problem, sms: int, batch_invariant: bool):
             for block_y in COLUMNS_SWAPPED if swapped else COLUMNS:
                 one = Plan(swapped, consumers, rounds, block_y, 0, 1, 8 // rounds, sms, 0, 0.0)
                 yield one
-                if problem.kind == "dense" and _tiles(problem, one) < sms:  # splitting K only helps where SMs have nothing to do
-                    yield from (replace(one, splits=splits) for splits in SPLITS[1:] if splits <= units)
+                if problem.kind == "dense":
+                    wanted = (split_k,) if split_k in range(2, MAX_SPLITS + 1) else ()
+                    if split_k is None and _tiles(problem, one) < sms:  # splitting K only helps where SMs have nothing to do
+                        wanted = SPLITS
+                    yield from (replace(one, splits=splits) for splits in wanted if splits <= units)

@@ -77,3 +77,18 @@ def test_few_rows_use_most_of_the_sms():
 def test_many_rows_take_the_tile_that_was_fastest():
     made = plan(Problem("dense", 4096, 4096, 4096), 132)
     assert (made.block_m, made.block_n, made.splits) == (256, 128, 1), made
+
+
+def test_promising_plans_begin_with_the_chosen_one_and_can_all_be_launched():
+    problem = Problem("dense", 64, 4096, 7168)
+    made = plans.promising(problem, 132, 24)
+    assert made[0] == plan(problem, 132) and len(set(made)) == 24
+    assert all(plans.shared_bytes(one, problem) <= 227 * 1024 for one in made)
+
+
+def test_the_benchmarks_shapes_and_candidates():
+    from fp8_gemm import bench
+
+    assert (4096, 2112, 7168) in bench.shapes() and (1, 576, 7168) in bench.shapes() and len(set(bench.shapes())) == len(bench.shapes())
+    made = bench.candidates(Problem("dense", 16, 4096, 7168), 132)
+    assert next(iter(made)) == "plan" and len(made) == bench.SEARCHED

@@ -186,6 +186,12 @@ def plan(problem: Problem, sms: int = 132, *, block_m: int | None = None, block_
     return best
 
 
+def promising(problem: Problem, sms: int, count: int) -> list[Plan]:
+    """The ``count`` plans with the shortest predicted times, best first: what a search on the device should time."""
+    finished = (_finish(problem, candidate) for candidate in _candidates(problem, sms, False, None))
+    return sorted((made for made in finished if made is not None), key=lambda made: made.seconds)[:count]
+
+
 ROWS = ((1, 1), (2, 1), (2, 2))  # (consumers, rounds): 64, 128 and 256 rows of X
 COLUMNS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
 COLUMNS_SWAPPED = (8, 16, 24, 32, 48, 64, 96, 128)

@@ -1,0 +1,117 @@
+"""How fast the library is beside its peers, shape by shape; and how good its plans are.
+
+    python -m fp8_gemm.bench RECORD.json                    all shapes, peers in the same run
+    python -m fp8_gemm.bench RECORD.json --search           every shape with the most promising plans instead of the peers
+    python -m fp8_gemm.bench RECORD.json --only 4096x       shapes whose name begins so
+
+Needs a Hopper GPU. The method is hopperlab.bench's: rotating inputs larger than L2, CUDA graphs, interleaved short rounds.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from fp8_gemm import kernels
+from fp8_gemm.plan import Plan, plan, promising
+from fp8_gemm.problem import Operands, Problem
+from hopperlab import bench, capability, reference, report, telemetry
+
+# (N, K) of DeepSeek-V3's linears, which DeepGEMM's own tables use, and two odd ones.
+WEIGHTS = ((2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048), (576, 7168), (3072, 1024))
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 4096)
+CUBES = (4096, 8192)
+PEERS = ("deep_gemm", "cublas block", "cublas tensor")
+ROUNDS, SEARCH_ROUNDS = 5, 2
+MOST_SETS = 16  # input sets: more than L2 holds for all but the smallest shapes
+SEARCHED = 24  # plans timed per shape when searching
+
+
+def shapes() -> list[tuple[int, int, int]]:
+    """Every (M, N, K) that is timed."""
+    return [(m, n, k) for m in ROWS for n, k in WEIGHTS] + [(size,) * 3 for size in CUBES]
+
+
+def candidates(problem: Problem, sms: int) -> dict[str, Plan]:
+    """The plan, and the most promising others: name -> plan."""
+    chosen = plan(problem, sms)
+    return {"plan": chosen} | {str(other): other for other in promising(problem, sms, SEARCHED) if other != chosen}
+
+
+def calls_of(problem: Problem, chosen: Plan, sets, outs) -> list:
+    """One call per input set, operands quantised beforehand."""
+    operands = [inputs.quantised(problem.recipe_a, problem.recipe_b) for inputs in sets]
+    return [lambda a=a, b=b, out=out: kernels.launch(problem, chosen, Operands(a.data, b.data, a.scale, b.scale), out)
+            for (a, b), out in zip(operands, outs)]  # fmt: skip
+
+
+def quantised_calls(problem: Problem, chosen: Plan, sets, outs) -> list:
+    """The same from bf16 activations: quantised in the timed call. Weights are quantised once, as in a model."""
+    from fp8_gemm import quantize as quantize_by_kernel
+
+    weights = [inputs.quantised(problem.recipe_a, problem.recipe_b)[1] for inputs in sets]
+
+    def call(inputs, b, out):
+        a = quantize_by_kernel(inputs.a, problem.recipe_a)
+        kernels.launch(problem, chosen, Operands(a.data, b.data, a.scale, b.scale), out)
+
+    return [lambda inputs=inputs, b=b, out=out: call(inputs, b, out) for inputs, b, out in zip(sets, weights, outs)]
+
+
+def measure_shape(shape: tuple[int, int, int], sms: int, search: bool) -> dict:
+    """One entry of the record: the shape, its plan, and one row per candidate."""
+    m, n, k = shape
+    problem = Problem("dense", m, n, k)
+    sets = bench.input_sets(m, n, k)[:MOST_SETS]
+    outs = [torch.empty(m, n, dtype=torch.bfloat16, device="cuda") for _ in sets]
+    plans = candidates(problem, sms) if search else {"library": plan(problem, sms)}
+    calls, missing = {name: calls_of(problem, chosen, sets, outs) for name, chosen in plans.items()}, {}
+    if not search:
+        calls["library, quantising A"] = quantised_calls(problem, plans["library"], sets, outs)
+        running, absent = bench.peers(sets)
+        calls |= {name: running[name][0] for name in PEERS if name in running}
+        missing = {name: absent[name] for name in PEERS if name in absent}
+    first = next(iter(plans))
+    outs[0].fill_(float("nan"))
+    calls[first][0]()
+    a, b = sets[0].quantised(problem.recipe_a, problem.recipe_b)
+    exact = reference.matmul_exact(a, b)
+    error = float((outs[0].double() - exact).abs().max() / exact.abs().max())
+    timings = bench.measure(calls, rounds=SEARCH_ROUNDS if search else ROUNDS)
+    rows = [bench.row(name, timing, m, n, k, error=error if name == first else float("nan"), launches=0) for name, timing in timings.items()]
+    for row in rows:
+        del row["kernel_launches"]  # counted on the ladder
+        if row["name"] != first:
+            del row["max_rel_error"]
+    return {"shape": dict(zip("mnk", shape)), "plan": str(plans[first]), "predicted_us": plans[first].seconds * 1e6, "rows": rows,
+            "missing": missing}  # fmt: skip
+
+
+def line(entry: dict) -> str:
+    """One shape in one line: our time, and each other's time over ours."""
+    ours, *others = entry["rows"]
+    ratios = "  ".join(f"{row['name'][:60]} {row['microseconds'] / ours['microseconds']:.3f}" for row in others)
+    return f"{'x'.join(map(str, entry['shape'].values())):18} {ours['microseconds']:8.1f} µs  {ratios}"
+
+
+def main(path: Path, search: bool = False, only: str = "") -> None:
+    if not capability.has_hopper():
+        sys.exit(capability.hopper().sentence())
+    sms, entries = torch.cuda.get_device_properties(0).multi_processor_count, []
+    with telemetry.Recorder() as recorder:
+        for shape in shapes():
+            if "x".join(map(str, shape)).startswith(only):
+                entries.append(measure_shape(shape, sms, search))
+                print(line(entries[-1]), flush=True)
+                torch.cuda.empty_cache()
+    record = {"kind": "search" if search else "library", **report.environment(), "telemetry": recorder.summary(), "shapes": entries}
+    print(report.save(record, path))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=Path)
+    parser.add_argument("--search", action="store_true")
+    parser.add_argument("--only", default="", help="beginning of MxNxK")
+    main(**{"path" if name == "record" else name: value for name, value in vars(parser.parse_args()).items()})

@@ -168,8 +168,8 @@ class _Probe:
             start = self.calls % self.history if self.calls > self.history else 0
             amax = [value for value in self.amax.roll(-start).tolist() if not math.isnan(value)]
         return {
-            "precision": str(self.layer.precision), "calls": self.calls, **counts, "amax": amax, "sampled_calls": self.sampled_calls,
-            **self.last, **{f"worst_{name}": value for name, value in self.worst.items()}, "seconds": self.seconds,
+            "precision": str(self.layer.precision), "calls": self.calls, **counts, "amax": amax,
+            "sampled_calls": self.sampled_calls, **self.last, **{f"worst_{name}": value for name, value in self.worst.items()}, "seconds": self.seconds,
             "fallback": self.fallback,
         }  # fmt: skip
 

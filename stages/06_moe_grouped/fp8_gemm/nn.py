@@ -178,6 +178,7 @@ class Linear(Layer, torch.nn.Linear):
     """
 
     WEIGHTS = ("weight",)
+    bias_in_gemm = True  # False where partial products are summed before the bias
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, device=None, dtype=None, *,
                  precision: Recipe | str = "fp8"):  # fmt: skip
@@ -196,13 +197,13 @@ class Linear(Layer, torch.nn.Linear):
         out_dtype = out_dtype or _result_dtype(x)
         if not isinstance(precision, Recipe):
             return self._plain(x, PLAIN[check_precision(precision)], out_dtype)
-        matrix = x[None] if x.dim() == 1 else x
-        y = gemm(matrix, self.operand("weight", precision), bias=self.bias, out_dtype=out_dtype, **precision.arguments(backend))
+        matrix, bias = x[None] if x.dim() == 1 else x, self.bias if self.bias_in_gemm else None
+        y = gemm(matrix, self.operand("weight", precision), bias=bias, out_dtype=out_dtype, **precision.arguments(backend))
         return y[0] if x.dim() == 1 else y
 
     def _plain(self, x, dtype, out_dtype):
         with torch.autocast(x.device.type, enabled=False):
-            bias = None if self.bias is None else self.bias.to(dtype)
+            bias = self.bias.to(dtype) if self.bias is not None and self.bias_in_gemm else None
             return F.linear(x.to(dtype), self.plain_weight("weight", dtype), bias).to(out_dtype)
 
     def extra_repr(self) -> str:
@@ -258,6 +259,7 @@ class Experts(Layer):
     layout     "contiguous": rows sorted by expert, any number of tokens. "masked": a buffer of (experts, tokens) rows for
                few tokens, such as a decoding step
     precision  a Recipe with "1x128" or "row" activations, "fp8", "bf16" or "fp32". The latter two read group sizes on the host
+    held       how many experts' weights this module has; all, except in parallel.ExpertParallelExperts
 
     The router is a parameter (experts, hidden), its product and softmax FP32 in every precision. Raises TypeError, ValueError.
     """
@@ -266,7 +268,7 @@ class Experts(Layer):
 
     def __init__(
         self, experts: int, hidden: int, intermediate: int, *, top_k: int = 2, router: bool = True, normalize: bool = True,
-        layout: str = "contiguous", precision: Recipe | str = "fp8", device=None, dtype=None,
+        layout: str = "contiguous", precision: Recipe | str = "fp8", device=None, dtype=None, held: int | None = None,
     ):  # fmt: skip
         super().__init__()
         for name, value in (("experts", experts), ("hidden", hidden), ("intermediate", intermediate)):
@@ -283,7 +285,8 @@ class Experts(Layer):
             bound = 1 / math.sqrt(shape[-1])  # nn.Linear's
             return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype).uniform_(-bound, bound))
 
-        self.gate_up, self.down = parameter(experts, 2 * intermediate, hidden), parameter(experts, hidden, intermediate)
+        held = held or experts
+        self.gate_up, self.down = parameter(held, 2 * intermediate, hidden), parameter(held, hidden, intermediate)
         self.router = parameter(experts, hidden) if router else None
         self.set_precision(precision)
 
@@ -337,7 +340,7 @@ class Experts(Layer):
         out_dtype = out_dtype or _result_dtype(x)
         permutation = Permutation(ids, self.experts)
         if not isinstance(precision, Recipe):
-            pairs = self._plain(x[permutation.tokens], permutation.counts, PLAIN[check_precision(precision)], out_dtype)
+            pairs = self.run_plain(x[permutation.tokens], permutation.counts, precision, out_dtype)
         elif self.layout == "masked":
             pairs = self._masked(x, permutation, precision, backend, out_dtype)
         else:
@@ -386,9 +389,9 @@ class Experts(Layer):
         result = masked_gemm(gated, self.operand("down", recipe), permutation.counts, out_dtype=out_dtype, **arguments)
         return F.pad(result.flatten(0, 1), (0, 0, 0, 1))[place]
 
-    def _plain(self, rows, counts, dtype, out_dtype) -> torch.Tensor:
-        """As run_rows, expert by expert in torch."""
-        sizes = counts.tolist()
+    def run_plain(self, rows: torch.Tensor, counts: torch.Tensor, precision: str, out_dtype: torch.dtype) -> torch.Tensor:
+        """As run_rows in "bf16" or "fp32", expert by expert in torch. Reads counts on the host."""
+        dtype, sizes = PLAIN[check_precision(precision)], counts.tolist()
         gate_up, down = self.plain_weight("gate_up", dtype), self.plain_weight("down", dtype)
         with torch.autocast(rows.device.type, enabled=False):
             parts = []

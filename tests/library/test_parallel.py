@@ -1,0 +1,338 @@
+"""Layers over several ranks, on two CPU processes with gloo: the results and gradients of one process, and what fails."""
+
+import datetime
+import json
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import calc_diff, random, refused
+from ranks import Ranks
+
+from fp8_gemm import bench_parallel, parallel, quantize
+from fp8_gemm.monitor import Monitor
+from fp8_gemm.nn import Experts, Linear, Recipe
+from fp8_gemm.parallel import ColumnParallelLinear, ExpertParallelExperts, RowParallelLinear
+
+BF16, FP32 = torch.bfloat16, torch.float32
+EXACT = Recipe(batch_invariant=True)  # a row's bits do not depend on what else is in the batch
+ROW_EXACT = Recipe("row", "row", interval=None, batch_invariant=True)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """A function that gives two ranks: the same as long as they are usable."""
+    alive = []
+
+    def give():
+        if not alive or not alive[-1].usable:
+            alive.append(Ranks(2, tmp_path_factory.mktemp("ranks")))
+        return alive[-1]
+
+    yield give
+    for ranks in alive:
+        ranks.close()
+
+
+@pytest.fixture
+def pair(pairs):
+    return pairs()
+
+
+def linear(k, n, precision=EXACT, bias=True):
+    torch.manual_seed(1)
+    return Linear(k, n, bias, precision=precision)
+
+
+# ---------------------------------------------------------------- tensor parallel
+
+
+def column(rank, size, gather, bias):
+    whole, x = linear(260, 256, bias=bias), random(9, 260)
+    layer = ColumnParallelLinear.from_linear(whole, gather_output=gather, precision=EXACT)
+    mine = slice(rank * 128, rank * 128 + 128)
+    for x_part in (x, x[0], x[:0], x.view(3, 3, 260), x.to(BF16)):
+        want = whole(x_part)
+        assert torch.equal(layer(x_part), want if gather else want[..., mine])
+    given, mirror = x.clone().requires_grad_(), x.clone().requires_grad_()
+    grad = random(9, 256, seed=5)
+    layer(given).backward(grad if gather else grad[:, mine])
+    whole(mirror).backward(grad)
+    assert torch.allclose(given.grad, mirror.grad, atol=1e-5)  # the same products, summed in another order
+    assert torch.equal(layer.weight.grad, whole.weight.grad[mine])
+    assert not bias or torch.equal(layer.bias.grad, whole.bias.grad[mine])
+
+
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_column_parallel_has_the_bits_of_one_process(pair, gather, bias):
+    pair.run(column, gather, bias)
+
+
+def row(rank, size, parallel_input, bias):
+    whole, x = linear(512, 70, bias=bias), random(9, 512)
+    layer = RowParallelLinear.from_linear(whole, input_is_parallel=parallel_input, precision=EXACT)
+    mine = slice(rank * 256, rank * 256 + 256)
+    halves = [linear(256, 70, bias=False) for _ in range(2)]
+    with torch.no_grad():
+        for half, weight in zip(halves, whole.weight.chunk(2, dim=1)):
+            half.weight.copy_(weight)
+        for x_part in (x, x[0], x[:0], x.view(3, 3, 512), x.to(BF16)):
+            got = layer(x_part[..., mine] if parallel_input else x_part)
+            want = halves[0](x_part[..., :256]) + halves[1](x_part[..., 256:])
+            want = want if layer.bias is None else want + layer.bias.to(want.dtype)
+            assert torch.equal(got, want) and got.dtype == x_part.dtype
+            if x_part.dtype == FP32 and x_part.numel():
+                assert calc_diff(got, whole(x_part)) < 1e-9
+        layer.reduce_dtype = FP32
+        rounded_once = layer(x.to(BF16)[..., mine] if parallel_input else x.to(BF16))
+        parts = [half.compute(x.to(BF16)[..., part], precision=EXACT, out_dtype=FP32)
+                 for half, part in zip(halves, (slice(256), slice(256, 512)))]  # fmt: skip
+        total = parts[0] + parts[1]
+        assert torch.equal(rounded_once, (total if layer.bias is None else total + layer.bias).to(BF16))
+    given, mirror = x.clone().requires_grad_(), x.clone().requires_grad_()
+    grad = random(9, 70, seed=5)
+    layer(given[:, mine] if parallel_input else given).backward(grad)
+    whole(mirror).backward(grad)
+    assert torch.equal(given.grad[:, mine], mirror.grad[:, mine])
+    assert parallel_input or torch.equal(given.grad, mirror.grad)
+    assert torch.equal(layer.weight.grad, whole.weight.grad[:, mine])
+    assert not bias or torch.equal(layer.bias.grad, whole.bias.grad)
+
+
+@pytest.mark.parametrize("parallel_input", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_row_parallel_is_the_sum_of_its_halves(pair, parallel_input, bias):
+    pair.run(row, parallel_input, bias)
+
+
+def mlp(rank, size):
+    up, down, x = linear(256, 512, "fp8"), linear(512, 192, "fp8"), random(9, 256)
+    tp = torch.nn.Sequential(ColumnParallelLinear.from_linear(up), torch.nn.GELU(), RowParallelLinear.from_linear(down))
+    whole = torch.nn.Sequential(up, torch.nn.GELU(), down)
+    given, mirror = x.clone().requires_grad_(), x.clone().requires_grad_()
+    got, want = tp(given), whole(mirror)
+    got.square().sum().backward()
+    want.square().sum().backward()
+    assert calc_diff(got, want) < 1e-6 and calc_diff(given.grad, mirror.grad) < 1e-4
+    watch = Monitor(tp, error_rate=1)
+    tp(x)
+    for record in watch.snapshot()["layers"].values():
+        assert record["kernel_error"] < 1e-3 and record["error"] < 0.1 and record["fallback"] is None
+    other = RowParallelLinear(512, 192)
+    assert not other.bias.any() and set(other.state_dict()) == {"weight", "bias"}
+    other.load_state_dict(tp[2].state_dict())
+    assert torch.equal(other(tp[1](tp[0](x))), tp(x))
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    single = ColumnParallelLinear.from_linear(up, alone, gather_output=True)
+    assert torch.equal(single(x), up(x))
+
+
+def test_an_mlp_of_both(pair):
+    pair.run(mlp)
+
+
+# ---------------------------------------------------------------- expert parallel
+
+TOKENS = {  # tokens of each rank, and which experts they may choose
+    "even": ((8, 8), range(4)), "uneven": ((3, 13), range(4)), "no tokens here": ((9, 0), range(4)),
+    "no tokens at all": ((0, 0), range(4)), "hot first rank": ((6, 7), (0, 1)), "hot second rank": ((6, 7), (2, 3)),
+    "one idle expert": ((6, 7), (0, 1, 3)),
+}  # fmt: skip
+
+
+def experts(precision=EXACT, router=False):
+    torch.manual_seed(2)
+    return Experts(4, 192, 72, precision=precision, router=router)
+
+
+def tokens_of(case, dropped=0.2):
+    """(x, ids, weights) of each rank."""
+    counts, allowed = TOKENS[case]
+    allowed, generator = torch.tensor(list(allowed)), torch.Generator().manual_seed(3)
+    x = random(sum(counts), 192, seed=4)
+    ids = allowed[torch.rand(len(x), len(allowed), generator=generator).argsort(1)[:, :2]]
+    ids = torch.where(torch.rand(ids.shape, generator=generator) < dropped, -1, ids)
+    weights = torch.rand(ids.shape, generator=generator)
+    return list(zip(x.split(counts), ids.split(counts), weights.split(counts)))
+
+
+def expert_results(rank, size, case, chunks, precision, dtype):
+    whole, data = experts(precision), tokens_of(case)
+    layer = ExpertParallelExperts.from_experts(whole, chunks=chunks)
+    assert layer.gate_up.shape == (2, 144, 192)
+    x, ids, weights = data[rank]
+    with torch.no_grad():
+        got, want = layer(x.to(dtype), ids, weights), whole(x.to(dtype), ids, weights)
+    assert got.dtype == dtype
+    if isinstance(precision, Recipe) and precision.batch_invariant:
+        assert torch.equal(got, want)
+    else:  # torch's products of fewer rows may add in another order
+        assert calc_diff(got, want) < (1e-9 if dtype == FP32 else 1e-5)
+
+
+@pytest.mark.parametrize("case", TOKENS)
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_experts_have_the_bits_of_one_process(pair, case, chunks):
+    pair.run(expert_results, case, chunks, EXACT, FP32)
+
+
+@pytest.mark.parametrize("precision", [ROW_EXACT, Recipe(), "fp32", "bf16"], ids=str)
+def test_other_precisions_of_experts(pair, precision):
+    pair.run(expert_results, "uneven", 2, precision, BF16 if precision == "bf16" else FP32)
+
+
+def routed(rank, size):
+    whole, x = experts(router=True), tokens_of("uneven")[rank][0]
+    layer = ExpertParallelExperts.from_experts(whole).freeze()
+    with torch.no_grad():
+        assert torch.equal(layer(x[None]), whole(x[None]))
+    torch.manual_seed(rank)
+    built = ExpertParallelExperts(4, 192, 72)  # ranks draw different weights, but one router
+    first = built.router.detach().clone()
+    dist.broadcast(first, src=0)
+    assert torch.equal(built.router, first)
+    with refused(ValueError, "no Linear"):
+        Monitor(layer)
+
+
+def test_routers_are_whole_and_alike(pair):
+    pair.run(routed)
+
+
+def expert_gradients(rank, size, case, precision, limit):
+    whole, data = experts(precision, router=False), tokens_of(case)
+    layer = ExpertParallelExperts.from_experts(whole, chunks=2)
+    x, ids, weights = data[rank]
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    grads = random(sum(len(d[0]) for d in data), 192, seed=6).split([len(d[0]) for d in data])
+    layer(x, ids, weights).backward(grads[rank])
+
+    all_x, all_ids, all_weights = (torch.cat(tensors) for tensors in zip(*data))
+    all_x.requires_grad_(), all_weights.requires_grad_()
+    whole(all_x, all_ids, all_weights).backward(torch.cat(grads))
+    start = sum(len(d[0]) for d in data[:rank])
+    mine, here = slice(start, start + len(x)), slice(rank * 2, rank * 2 + 2)
+    pairs = [(x.grad, all_x.grad[mine]), (weights.grad, all_weights.grad[mine]), (layer.gate_up.grad, whole.gate_up.grad[here]),
+             (layer.down.grad, whole.down.grad[here])]  # fmt: skip
+    for got, want in pairs:
+        assert got.shape == want.shape and (calc_diff(got, want) < limit if want.any() else not got.any())
+
+
+@pytest.mark.parametrize("case", ["uneven", "no tokens here", "hot second rank"])
+@pytest.mark.parametrize("precision, limit", [("fp8", 1e-3), ("fp32", 1e-9)])
+def test_gradients_of_experts(pair, case, precision, limit):
+    """FP8: dispatched rows are quantised twice, and weight gradients sum over tokens in another order."""
+    pair.run(expert_gradients, case, precision, limit)
+
+
+def traffic(rank, size, precision, dtype):
+    """Bytes of the three exchanges of one call."""
+    layer = ExpertParallelExperts.from_experts(experts(precision))
+    sent, real = [], dist.all_to_all_single
+
+    def counted(out, source, *arguments, **options):
+        sent.append(source.numel() * source.element_size())
+        return real(out, source, *arguments, **options)
+
+    dist.all_to_all_single = counted
+    try:
+        with torch.no_grad():
+            x, ids, weights = tokens_of("even", dropped=0)[rank]
+            layer(x.to(dtype), ids, weights)
+    finally:
+        dist.all_to_all_single = real
+    return sent
+
+
+def test_rows_travel_in_half_the_bytes(pair):
+    fp8, bf16 = pair.run(traffic, Recipe(), BF16), pair.run(traffic, "bf16", BF16)
+    for rank in range(2):
+        counts, there, back = fp8[rank]
+        assert counts == 4 * 4 and there == 8 * 2 * (192 + 2 * 4) and bf16[rank][1] == 8 * 2 * 192 * 2
+        assert there < 0.53 * bf16[rank][1] and back == bf16[rank][2]
+
+
+@pytest.mark.parametrize("recipe", ["1x128", "row"])
+def test_packing_loses_nothing(recipe):
+    scaled = quantize(random(7, 260), recipe)
+    again = parallel.unpack(parallel.pack(scaled), 260, recipe, scaled.data.dtype)
+    assert torch.equal(again.data.view(torch.uint8), scaled.data.view(torch.uint8)) and torch.equal(again.scale, scaled.scale)
+    empty = quantize(torch.empty(0, 260), recipe)
+    assert parallel.unpack(parallel.pack(empty), 260, recipe, scaled.data.dtype).data.shape == (0, 260)
+
+
+# ---------------------------------------------------------------- the benchmark
+
+
+def bench(rank, size, path):
+    bench_parallel.main(["--small", "--record", str(path)])
+
+
+def test_benchmark_records_what_it_measured(pair, tmp_path):
+    pair.run(bench, tmp_path / "record.json")
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["ranks"] == 2 and record["collectives"] == "gloo" and record["commit"]
+    rows = {row["name"]: row for row in record["layers"]}
+    assert len(rows) == 6 and all(row["seconds"] > 0 and row["speedup"] > 0 for row in rows.values())
+    assert rows["column-parallel Linear"]["bytes_moved"] == {}
+    assert rows["row-parallel Linear"]["bytes_moved"] == {"all_reduce": 2 * 64 * 256 * 2}
+    even = rows["expert-parallel Experts, even routing, 1 chunk"]["bytes_moved"]
+    assert even == {"dispatch": 64 * (256 + 8), "dispatch_in_bf16": 64 * 512, "combine": 64 * 512}  # half of 128 pairs travel
+    assert "1 rank ms" in bench_parallel.table(record["layers"])
+
+
+def test_benchmark_says_how_to_start_it(capsys):
+    with pytest.raises(SystemExit):
+        bench_parallel.main([])
+    assert "torch.distributed.run --nproc-per-node 2" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- refusals and failures
+
+
+def refusals(rank, size):
+    with refused(ValueError, "out_features", "255", "2 ranks", "multiple of 2"):
+        ColumnParallelLinear(8, 255)
+    with refused(ValueError, "in_features", "7"):
+        RowParallelLinear(7, 8)
+    with refused(ValueError, "experts", "3"):
+        ExpertParallelExperts(3, 8, 8)
+    with refused(ValueError, "chunks", "0"):
+        ExpertParallelExperts(4, 8, 8, chunks=0)
+
+
+def test_refusals(pair):
+    pair.run(refusals)
+    with refused(RuntimeError, "not initialised", "init_process_group"):
+        ColumnParallelLinear(8, 8)
+
+
+def one_fails(rank, size, how):
+    """Rank 1 fails before its collective. Returns what rank 0 raised, and after how long."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    layer = ExpertParallelExperts.from_experts(experts(), group)
+    x, ids, weights = tokens_of("even")[0]
+    layer(x, ids, weights)
+    if rank == 1 and how == "bad input":
+        with refused(ValueError, "x has shape (8, 100)"):
+            layer(x[:, :100], ids, weights)
+        return time.sleep(4)  # it lives on, but does not call
+    if rank == 1:
+        os._exit(1)
+    start = time.monotonic()
+    try:
+        layer(x, ids, weights)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    return None
+
+
+@pytest.mark.parametrize("how", ["bad input", "process ends"])
+def test_when_one_rank_fails_the_others_raise_in_time(pair, how):
+    raised = pair.run(one_fails, how, expect=2 if how == "bad input" else 1)[0]
+    assert raised is not None
+    message, seconds = raised
+    assert "all_to_all failed on rank 0 of 2" in message and "Look for the first error" in message and seconds < 3.9

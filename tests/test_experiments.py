@@ -93,3 +93,56 @@ def test_full_size_without_a_gpu_says_what_to_do(experiment, tmp_path, monkeypat
     with pytest.raises(SystemExit, match="--small"):
         experiment.main(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+# ---- stage 06 --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def grouped():
+    folder = next(folder for folder in stage.folders() if folder.name.startswith("06"))
+    return stage.load_module(folder / "experiment.py", "stage_06_moe_grouped_experiment")
+
+
+@pytest.fixture(scope="module")
+def grouped_record(grouped, tmp_path_factory):
+    path = tmp_path_factory.mktemp("records") / "06_moe.json"
+    grouped.main(path, small=True)
+    return json.loads(path.read_text())
+
+
+def test_grouped_record_has_every_family_and_the_models_bits(grouped, grouped_record):
+    assert grouped_record["machine"] and grouped_record["versions"] and grouped_record["commit"]
+    names = {family: {row["name"] for row in grouped_record[family]} for family in ("contiguous", "masked", "dense", "skew")}
+    assert names["contiguous"] >= {"unpadded", "padded"} and names["skew"] >= {"unpadded", "padded", "masked"}
+    assert "masked" in names["masked"] and names["dense"] >= {"plan", "not swapped, not split"}
+    assert {row["routing"] for row in grouped_record["skew"]} == set(grouped.ROUTINGS)
+    bits = [value for family in names for row in grouped_record[family] for key, value in row.items() if key.startswith("same_bits")]
+    assert len(bits) > 10 and all(bits)
+
+
+def test_a_missing_peer_is_recorded(grouped_record):
+    for family in ("contiguous", "masked", "dense"):
+        ran = any(row["name"] == "deep_gemm" for row in grouped_record[family])
+        assert ran != (f"deep_gemm, {family}" in grouped_record["missing"])
+
+
+def test_routings_are_what_their_names_say(grouped):
+    tokens, top_k, experts = 1000, 4, 32
+    counts = {}
+    for kind in grouped.ROUTINGS:
+        ids = grouped.routing(kind, tokens, top_k, experts)
+        assert all(len(set(row)) == top_k for row in ids.tolist())
+        counts[kind] = grouped.counts_of(ids, experts)
+        assert sum(counts[kind]) == tokens * top_k
+    assert max(counts["uniform"]) < 1.5 * tokens * top_k / experts
+    assert counts["zipf"][0] > 3 * counts["zipf"][-1] > 0
+    assert counts["hot"][0] > 0.9 * tokens and max(counts["hot"][1:]) < 0.2 * tokens
+    assert counts["empty"].count(0) == experts - experts // 8
+
+
+def test_grouped_at_full_size_without_a_gpu_says_what_to_do(grouped, tmp_path, monkeypatch):
+    monkeypatch.setattr(grouped.capability, "has_hopper", lambda: False)
+    with pytest.raises(SystemExit, match="--small"):
+        grouped.main(tmp_path / "06_moe.json")
+    assert not list(tmp_path.iterdir())

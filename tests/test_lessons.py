@@ -50,6 +50,9 @@ def test_extract_finds_functions_whole(tmp_path):
     source = tmp_path / "k.cu"
     source.write_text("int x;\n// says why\ntemplate <int N>\n__device__ int f(int a) {\n  if (a) { return 1; }\n  return g(a);\n}\nint g(int);\n")
     assert lesson.extract(source, "f") == "// says why\ntemplate <int N>\n__device__ int f(int a) {\n  if (a) { return 1; }\n  return g(a);\n}"
+    source.write_text("// a pair\nstruct alignas(8) Pair {\n  int f() const { return x; }\n  int x, y;\n};\nint g(Pair p) { return p.x; }\n")
+    assert lesson.extract(source, "Pair") == "// a pair\nstruct alignas(8) Pair {\n  int f() const { return x; }\n  int x, y;\n};"
+    source.write_text("int f();\n")
     python = tmp_path / "k.py"
     python.write_text("import a\n\n\n@jit\ndef f(x,\n      y):\n    return x\n\n\ndef g():\n    pass\n")
     assert lesson.extract(python, "f") == "@jit\ndef f(x,\n      y):\n    return x"

@@ -10,12 +10,16 @@ from hopperlab import report, stage
 
 
 def extract(path: Path, name: str) -> str:
-    """The function ``name`` of a CUDA or Python file, with the comment lines right above it. Raises ValueError if missing."""
+    """The function, struct or class ``name`` of a CUDA or Python file, with the comment lines right above it.
+
+    Raises ValueError if missing.
+    """
     lines = path.read_text().splitlines()
     if path.suffix == ".py":
         starts = [i for i, line in enumerate(lines) if re.match(rf"(def|class) {re.escape(name)}\b", line)]
     else:
-        starts = [i for i, line in enumerate(lines) if re.search(rf"\b{re.escape(name)}\s*\(", line) and not line.startswith((" ", "//"))]
+        starts = [i for i, line in enumerate(lines) if re.search(rf"\b{re.escape(name)}\s*\(|^struct .*\b{re.escape(name)} {{", line)
+                  and not line.startswith((" ", "//"))]  # fmt: skip
     if not starts:
         raise ValueError(f"{path.name} has no function {name}")
     first = last = starts[0]

@@ -138,7 +138,7 @@ def judge_scheduler(source: Path, number: int, tmp_path: Path) -> None:
     path = alone(source, number, tmp_path)
     for kind in ("Contiguous", "Masked"):
         for swapped in (False, True):
-            if message := finding(lambda: wrong_tile(path, kind, swapped)):  # noqa: B023 - called at once
+            if message := finding(lambda: wrong_tile(path, kind, swapped)):
                 fail(number, message)
 
 
@@ -219,7 +219,7 @@ def judge_splits(source: Path, tmp_path: Path) -> None:
     path = alone(source, 4, tmp_path)
     for device in exercise.devices():
         for options in ORDERS if device.type == "cpu" else ({},):
-            if message := finding(lambda: split_sums(path, options, device)):  # noqa: B023 - called at once
+            if message := finding(lambda: split_sums(path, options, device)):
                 fail(4, message)
 
 
@@ -247,9 +247,9 @@ def test_whole_kernel(source):
     for device in exercise.devices():
         for seed, (kind, swapped) in enumerate((kind, swapped) for kind in ("contiguous", "masked") for swapped in (False, True)):
             options = {"seed": seed} if device.type == "cpu" else {}
-            message = finding(lambda: grouped(source, kind, swapped, options, device))  # noqa: B023 - called at once
+            message = finding(lambda: grouped(source, kind, swapped, options, device))
             if message:
                 pytest.fail(f"The whole file, {message} {advice}", pytrace=False)
-        message = finding(lambda: split_sums(source, {"seed": 9} if device.type == "cpu" else {}, device))  # noqa: B023 - called at once
+        message = finding(lambda: split_sums(source, {"seed": 9} if device.type == "cpu" else {}, device))
         if message:
             pytest.fail(f"The whole file, {message} {advice}", pytrace=False)

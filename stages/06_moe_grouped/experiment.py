@@ -1,0 +1,259 @@
+"""The lesson's measurements: the library beside DeepGEMM for groups and for few tokens, and what skewed routing costs.
+
+    python stages/06_moe_grouped/experiment.py RECORD.json             needs a Hopper GPU
+    python stages/06_moe_grouped/experiment.py RECORD.json --small     tiny shapes, any machine, times nothing
+
+The published record is docs/results/06_moe.json.
+"""
+
+import argparse
+import contextlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hopperlab import bench, capability, reference, report, stage, telemetry
+from hopperlab.quantize import ScaledTensor
+
+STAGE = stage.load(Path(__file__).resolve().parent)  # which makes the library importable, installed or not
+
+import fp8_gemm  # noqa: E402
+
+ALIGNMENT = 128  # rows to which DeepGEMM's callers pad each group
+CHECKED_ROWS = 16  # of the first group that has tokens, against the model of the tensor core
+ROUTINGS = ("uniform", "zipf", "hot", "empty")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is run. Groups: (groups, tokens of each, N, K); dense: (M, N, K)."""
+
+    contiguous: tuple[tuple[int, int, int, int], ...] = (
+        (4, 8192, 4096, 7168), (4, 8192, 7168, 2048), (8, 4096, 4096, 7168), (8, 4096, 7168, 2048), (32, 256, 4096, 7168), (32, 256, 7168, 2048),
+    )  # fmt: skip
+    masked: tuple[tuple[int, int, int, int], ...] = tuple(
+        (groups, tokens, n, k)
+        for groups, tokens in ((1, 1024), (2, 512), (4, 256), (16, 64), (32, 16), (64, 4)) for n, k in ((4096, 7168), (7168, 2048))
+    )  # fmt: skip
+    masked_room: int = 2  # rows of a masked buffer, in tokens of a group
+    dense: tuple[tuple[int, int, int], ...] = tuple(
+        (m, n, k) for m in (1, 16, 64, 128)
+        for n, k in ((2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048))
+    )  # fmt: skip
+    routed: tuple[int, int, int, int, int] = (4096, 8, 64, 4096, 2048)  # tokens, experts of each token, experts, N, K
+    timed: bool = True
+
+
+SMALL = Sizes(contiguous=((2, 5, 40, 130),), masked=((3, 4, 40, 128),), dense=((3, 40, 256),), routed=(6, 2, 16, 40, 128), timed=False)
+
+
+def routing(kind: str, tokens: int, top_k: int, experts: int, seed: int = 0) -> torch.Tensor:
+    """(tokens, top_k) expert ids, those of a token all different, drawn by each expert's popularity.
+
+    uniform  all alike.  zipf  expert e is 1 / (e + 1) as popular as the first.  hot  nearly every token wants expert 0.
+    empty    only an eighth of the experts is ever chosen
+    """
+    popularity = {
+        "uniform": torch.ones(experts),
+        "zipf": 1 / torch.arange(1, experts + 1),
+        "hot": torch.ones(experts).index_fill(0, torch.tensor([0]), 100.0 * experts),
+        "empty": (torch.arange(experts) < max(top_k, experts // 8)).float(),
+    }[kind]
+    uniform = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(seed))
+    # The largest of log(popularity) + Gumbel noise: a draw without replacement.
+    return (popularity.log() - (-uniform.log()).log()).topk(top_k).indices
+
+
+def counts_of(ids: torch.Tensor, experts: int) -> list[int]:
+    return torch.bincount(ids.flatten(), minlength=experts).tolist()
+
+
+def padded(counts: list[int]) -> list[int]:
+    return [-(-count // ALIGNMENT) * ALIGNMENT for count in counts]
+
+
+def backend(device: torch.device) -> str:
+    return "cuda" if device.type == "cuda" else "simulator"
+
+
+def normal(device: torch.device, seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator(device).manual_seed(seed), device=device, dtype=torch.bfloat16)
+
+
+def weights(device: torch.device, seed: int, groups: int, n: int, k: int) -> fp8_gemm.GroupedWeight:
+    """Random weights, made one after another: all at once they would not fit beside their bf16 form."""
+    each = [fp8_gemm.quantize(normal(device, 1000 * seed + group, n, k), "128x128") for group in range(groups)]
+    data = torch.stack([b.data.view(torch.uint8) for b in each]).view(each[0].data.dtype)
+    return fp8_gemm.GroupedWeight(data, torch.stack([b.scale for b in each]), "128x128")
+
+
+def offsets_of(device: torch.device, counts: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)
+
+
+def sets_for(sizes: Sizes, nbytes: int) -> int:
+    """Input sets that together exceed what L2 could keep."""
+    return max(2, min(bench.MAX_SETS, -(-int(bench.ROTATION_BYTES) // nbytes))) if sizes.timed else 1
+
+
+def same_bits(out: torch.Tensor, a: ScaledTensor, b: ScaledTensor) -> bool:
+    """Whether the first rows of out are the model's, for the rows of a that they belong to."""
+    rows = min(CHECKED_ROWS, a.rows)
+    part = ScaledTensor(a.data[:rows], a.scale[:rows].contiguous(), a.recipe)
+    return torch.equal(out[:rows].view(torch.int16), reference.matmul_hopper(part, b, out_dtype=out.dtype).view(torch.int16))
+
+
+def peer_calls(make) -> tuple[list, str | None]:
+    """DeepGEMM's calls, or why there are none: it may be missing, too old, or refuse the shape. Recorded, not hidden."""
+    try:
+        import deep_gemm
+
+        calls = make(deep_gemm)
+        calls[0]()
+    except Exception as error:
+        return [], f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return calls, None
+
+
+def timed(sizes: Sizes, calls: dict[str, list], flops: int, moved: int, **description) -> list[dict]:
+    """One row per candidate. Untimed, each candidate runs once and has no time."""
+    calls = {name: made for name, made in calls.items() if made}
+    rows = [{**description, "name": name} for name in calls]
+    if not sizes.timed:
+        for made in calls.values():
+            made[0]()
+        return rows
+    timings = bench.measure(calls, rounds=7)
+    for row, timing in zip(rows, timings.values()):
+        row |= {"microseconds": timing.seconds * 1e6, "spread": timing.spread, "tflops": flops / timing.seconds / 1e12,
+                "gbytes_per_s": moved / timing.seconds / 1e9}  # fmt: skip
+        if "deep_gemm" in timings:
+            row["speed_of_deep_gemm"] = timings["deep_gemm"].seconds / timing.seconds
+        print(" ".join(f"{key}={value}" for key, value in description.items()), "{name:16} {microseconds:9.1f} µs {tflops:6.0f} TFLOP/s".format(**row))
+    return rows
+
+
+# ---- groups one after another, and in buffers ------------------------------------------------------------------------
+
+
+def contiguous(sizes: Sizes, device: torch.device, counts: list[int], n: int, k: int, pad: bool, **description) -> tuple[list[dict], dict]:
+    """The library on groups of these sizes, and, if pad, on groups padded to 128 rows, where DeepGEMM runs as well."""
+    groups, rows, moved = len(counts), sum(counts), sum(counts) * (k + 2 * n) + sum(count > 0 for count in counts) * n * k
+    layouts = {"unpadded": counts} | ({"padded": padded(counts)} if pad else {})
+    calls, missing = {}, {}
+    made = [weights(device, seed, groups, n, k) for seed in range(sets_for(sizes, groups * n * k))]
+    for name, lengths in layouts.items():
+        tokens = [fp8_gemm.quantize(normal(device, seed, sum(lengths), k)) for seed in range(len(made))]
+        outs = [torch.zeros(sum(lengths), n, dtype=torch.bfloat16, device=device) for _ in made]
+        offsets = offsets_of(device, lengths)
+        calls[name] = [lambda a=a, b=b, out=out, offsets=offsets: fp8_gemm.grouped_gemm(a, b, offsets=offsets, out=out, backend=backend(device))
+                       for a, b, out in zip(tokens, made, outs)]  # fmt: skip
+        calls[name][0]()
+        first = next(group for group, count in enumerate(counts) if count)
+        begin, end = int(offsets[first]), int(offsets[first + 1])
+        a = ScaledTensor(tokens[0].data[begin:end], tokens[0].scale[begin:end].contiguous(), "1x128")
+        description[f"same_bits_{name}"] = same_bits(outs[0][begin:end], a, made[0][first])
+        if name == "padded":
+            indices = torch.repeat_interleave(torch.arange(groups), torch.tensor(lengths)).to(device, torch.int32)
+
+            def peer(deep_gemm):
+                laid_out = [(a.data, deep_gemm.get_mn_major_tma_aligned_tensor(a.scale)) for a in tokens]
+                return [lambda a=a, b=b, out=out: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, (b.data, b.scale), out, indices)
+                        for a, b, out in zip(laid_out, made, outs)]  # fmt: skip
+
+            calls["deep_gemm"], reason = peer_calls(peer)
+            missing = {"deep_gemm, contiguous": reason} if reason else {}
+    rows_padded = sum(padded(counts))
+    return timed(sizes, calls, 2 * rows * n * k, moved, n=n, k=k, groups=groups, rows=rows, rows_padded=rows_padded, **description), missing
+
+
+def masked(sizes: Sizes, device: torch.device, counts: list[int], max_m: int, n: int, k: int, **description) -> tuple[list[dict], dict]:
+    """The library and DeepGEMM on a buffer with room for max_m tokens of each group."""
+    groups, rows, moved = len(counts), sum(counts), sum(counts) * (k + 2 * n) + sum(count > 0 for count in counts) * n * k
+    made = [weights(device, seed, groups, n, k) for seed in range(sets_for(sizes, groups * n * k))]
+    tokens = [fp8_gemm.quantize_grouped(normal(device, seed, groups, max_m, k), "1x128") for seed in range(len(made))]
+    outs = [torch.zeros(groups, max_m, n, dtype=torch.bfloat16, device=device) for _ in made]
+    masked_m = torch.tensor(counts, dtype=torch.int32, device=device)
+    calls = {"masked": [lambda a=a, b=b, out=out: fp8_gemm.masked_gemm(a, b, masked_m, out=out, backend=backend(device))
+                        for a, b, out in zip(tokens, made, outs)]}  # fmt: skip
+    calls["masked"][0]()
+    first = next(group for group, count in enumerate(counts) if count)
+    a = ScaledTensor(tokens[0].data[first, : counts[first]], tokens[0].scale[first, : counts[first]].contiguous(), "1x128")
+    description["same_bits_masked"] = same_bits(outs[0][first], a, made[0][first])
+
+    def peer(deep_gemm):
+        run = getattr(deep_gemm, "m_grouped_fp8_gemm_nt_masked", None) or deep_gemm.fp8_m_grouped_gemm_nt_masked
+        laid_out = [(a.data, deep_gemm.get_mn_major_tma_aligned_tensor(a.scale)) for a in tokens]
+        expected = -(-rows // groups)
+        return [lambda a=a, b=b, out=out: run(a, (b.data, b.scale), out, masked_m, expected) for a, b, out in zip(laid_out, made, outs)]
+
+    calls["deep_gemm"], reason = peer_calls(peer)
+    row = timed(sizes, calls, 2 * rows * n * k, moved, n=n, k=k, groups=groups, rows=rows, max_m=max_m, **description)
+    return row, {"deep_gemm, masked": reason} if reason else {}
+
+
+# ---- few tokens ------------------------------------------------------------------------------------------------------
+
+
+def dense(sizes: Sizes, device: torch.device, m: int, n: int, k: int) -> tuple[list[dict], dict]:
+    """The plan's choice, the same without swapped operands and split K, and DeepGEMM."""
+    count = sets_for(sizes, (m + n) * k + 2 * m * n)
+    operands = [(fp8_gemm.quantize(normal(device, seed, m, k)), fp8_gemm.quantize(normal(device, seed + 500, n, k), "128x128"))
+                for seed in range(count)]  # fmt: skip
+    outs = [torch.zeros(m, n, dtype=torch.bfloat16, device=device) for _ in operands]
+    calls = {}
+    for name, options in (("plan", {}), ("not swapped, not split", {"swap_ab": False, "split_k": 1})):
+        calls[name] = [lambda a=a, b=b, out=out, o=options: fp8_gemm.gemm(a, b, out=out, backend=backend(device), **o)
+                       for (a, b), out in zip(operands, outs)]  # fmt: skip
+    chosen = fp8_gemm.explain(*operands[0], backend=backend(device)).plan
+
+    def peer(deep_gemm):
+        laid_out = [(a.data, deep_gemm.get_mn_major_tma_aligned_tensor(a.scale)) for a, _ in operands]
+        return [lambda a=a, b=b, out=out: deep_gemm.fp8_gemm_nt(a, (b.data, b.scale), out) for a, (_, b), out in zip(laid_out, operands, outs)]
+
+    calls["deep_gemm"], reason = peer_calls(peer)
+    row = timed(sizes, calls, 2 * m * n * k, (m + n) * k + 2 * m * n, m=m, n=n, k=k, plan=str(chosen))
+    return row, {"deep_gemm, dense": reason} if reason else {}
+
+
+# ---- the record ------------------------------------------------------------------------------------------------------
+
+
+def record_of(sizes: Sizes, device: torch.device) -> dict:
+    record = {"kind": "sweep", **report.environment(), "contiguous": [], "masked": [], "dense": [], "skew": [], "missing": {}}
+
+    def add(name: str, found: tuple[list[dict], dict]) -> None:
+        record[name] += found[0]
+        record["missing"] |= found[1]
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    with telemetry.Recorder() if sizes.timed else contextlib.nullcontext() as recorder:
+        for groups, tokens, n, k in sizes.contiguous:
+            add("contiguous", contiguous(sizes, device, [tokens] * groups, n, k, pad=True, tokens=tokens))
+        for groups, tokens, n, k in sizes.masked:
+            add("masked", masked(sizes, device, [tokens] * groups, sizes.masked_room * tokens, n, k, tokens=tokens))
+        for shape in sizes.dense:
+            add("dense", dense(sizes, device, *shape))
+        tokens, top_k, experts, n, k = sizes.routed
+        for kind in ROUTINGS:
+            counts = counts_of(routing(kind, tokens, top_k, experts), experts)
+            add("skew", contiguous(sizes, device, counts, n, k, pad=True, routing=kind))
+            add("skew", masked(sizes, device, counts, max(counts), n, k, routing=kind))
+    return record | ({"telemetry": recorder.summary()} if recorder else {})
+
+
+def main(path: Path, small: bool = False) -> None:
+    if not small and not capability.has_hopper():
+        sys.exit(f"{capability.hopper().sentence()} Without one, --small runs every measurement on tiny shapes, untimed.")
+    print(report.save(record_of(SMALL if small else Sizes(), capability.device()), path))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=Path, metavar="RECORD.json")
+    parser.add_argument("--small", action="store_true", help="tiny shapes on any machine; nothing is timed")
+    arguments = parser.parse_args()
+    main(arguments.record, arguments.small)

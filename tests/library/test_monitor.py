@@ -1,6 +1,10 @@
 """The monitor: what it counts, what it recomputes, when it moves a layer to FP32, and what it costs when off."""
 
+import copy
+import os
 import re
+import subprocess
+import sys
 import timeit
 import warnings
 
@@ -199,6 +203,19 @@ def test_watching_changes_no_result_and_no_gradient():
     with torch.autocast("cpu", dtype=BF16):
         layers(x)
     layers(x), layers(x[:0])
+
+
+def test_copies_are_not_watched():
+    layer = Linear(260, 70)
+    watch = Monitor(layer, error_rate=1)
+    copy.deepcopy(layer)(random(5, 260))
+    assert watch.snapshot()["layers"][""]["calls"] == 0 and layer.monitor is not None
+
+
+def test_loading_the_module_does_not_load_torchs_compiler():
+    check = "import sys, fp8_gemm.monitor; sys.exit('torch._dynamo' in sys.modules or 'triton' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", check], env=environment).returncode == 0
 
 
 # ---------------------------------------------------------------- reports and errors

@@ -88,7 +88,6 @@ class _Probe:
         self.before: Recipe | str | None = None  # its precision until then
         self.counts = self.amax = None  # on the layer's device
 
-    @torch.compiler.disable(reason="a watched layer keeps its records outside of compiled graphs")
     def __call__(self, y: torch.Tensor, x: torch.Tensor, *routing: torch.Tensor) -> None:
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return
@@ -169,8 +168,8 @@ class _Probe:
             amax = [value for value in self.amax.roll(-start).tolist() if not math.isnan(value)]
         return {
             "precision": str(self.layer.precision), "calls": self.calls, **counts, "amax": amax,
-            "sampled_calls": self.sampled_calls, **self.last, **{f"worst_{name}": value for name, value in self.worst.items()}, "seconds": self.seconds,
-            "fallback": self.fallback,
+            "sampled_calls": self.sampled_calls, **self.last, **{f"worst_{name}": value for name, value in self.worst.items()},
+            "seconds": self.seconds, "fallback": self.fallback,
         }  # fmt: skip
 
 
@@ -201,10 +200,11 @@ class Monitor:
         self.gpu = gpu
         self._probes = {name: _Probe(name, layer, every, history, limits) for name, layer in layers.items()}
         for probe in self._probes.values():
-            probe.layer.monitor = probe
+            # Here and not on the class: disable() loads torch's compiler, two seconds that only those who watch should pay.
+            probe.layer.monitor = torch.compiler.disable(probe, reason="a watched layer keeps its records outside of graphs")
 
     def close(self) -> None:
-        """Stop watching. Layers that moved to FP32 stay there."""
+        """Stop watching. Layers that moved to FP32 stay there. Copies of a watched model are not watched."""
         for probe in self._probes.values():
             probe.layer.monitor = None
 

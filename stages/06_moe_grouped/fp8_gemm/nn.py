@@ -159,7 +159,7 @@ class Layer(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
     def __getstate__(self):
-        return {**self.__dict__, "_cache": None}  # copies and pickles quantise for themselves
+        return {**self.__dict__, "_cache": None, "monitor": None}  # copies and pickles quantise for themselves, unwatched
 
 
 def _quantize_weight(weight: torch.Tensor, recipe: str) -> ScaledTensor | GroupedTensor:

@@ -189,6 +189,15 @@ def test_parameters_made_in_inference_mode_are_not_cached():
         assert torch.equal(layer(x), 2 * first)
 
 
+def test_a_weight_cached_in_inference_mode_serves_training_around_it():
+    layer, x = linear().requires_grad_(False), random(5, 260)
+    with torch.inference_mode():
+        want = layer(x)
+    y = layer(x.requires_grad_())
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(y, want) and grad.any()
+
+
 # ---------------------------------------------------------------- frozen layers and state dicts
 
 
@@ -320,6 +329,19 @@ def test_router():
         assert torch.equal(layer.route(x)[1], weights)
     layer(x).sum().backward()
     assert layer.router.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("make", [lambda p: linear(72, 256, precision=p), lambda p: experts(precision=p),
+                                  lambda p: experts(precision=p, layout="masked")], ids=["linear", "contiguous", "masked"])  # fmt: skip
+def test_the_cuda_kernels_give_layers_the_bits_of_the_model(make):
+    """The kernels on the simulator against exact arithmetic: forward; for the dense layer the three GEMMs of training."""
+    kernels, model = make(Recipe(backend="simulator")), make(Recipe(batch_invariant=True))
+    x = random(5, 256 if isinstance(model, Linear) else HIDDEN)
+    with torch.no_grad():
+        assert torch.equal(kernels(x), model(x))
+    if isinstance(model, Linear):
+        got, want = gradients(kernels, x.clone()), gradients(model, x.clone())
+        assert all(torch.equal(g, w) for g, w in zip((got[0], *got[1]), (want[0], *want[1])))
 
 
 # ---------------------------------------------------------------- policies

@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     if started_here:
-        dist.init_process_group("nccl" if on_gpu else "gloo")
+        dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     sizes = SMALL if options.small or not on_gpu else Sizes()
     try:
         rows = [measure(case, device, sizes) for case in cases(sizes, device)]
@@ -113,12 +113,12 @@ def cases(sizes: Sizes, device: torch.device):
     moe = Experts(sizes.experts, sizes.hidden, sizes.intermediate, top_k=sizes.top_k, device=device, dtype=dtype)
     for routing, ids in routings(sizes, device, generator).items():
         weights = torch.full(ids.shape, 1 / sizes.top_k, device=device)
-        parts = [tensor.chunk(ranks)[rank] for tensor in (x, ids, weights)]
+        parts = [tensor.tensor_split(ranks)[rank] for tensor in (x, ids, weights)]
         for chunks in dict.fromkeys((1, sizes.chunks)):
             layer = ExpertParallelExperts.from_experts(moe, chunks=chunks)
             exchange, moved = _expert_traffic(layer, *parts[:2], device)
             yield Case(f"expert-parallel Experts, {routing}, {chunks} {'chunk' if chunks == 1 else 'chunks'}",
-                       lambda: moe(x, ids, weights), lambda: layer(*parts), lambda y: y.chunk(ranks)[rank],
+                       lambda: moe(x, ids, weights), lambda: layer(*parts), lambda y: y.tensor_split(ranks)[rank],
                        exchange, moved)  # fmt: skip
 
 

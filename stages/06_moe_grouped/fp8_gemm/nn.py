@@ -3,8 +3,9 @@
     layer = fp8_gemm.nn.Linear(4096, 7168)                                 # parameters and state dict of nn.Linear
     fp8_gemm.nn.convert(model, Policy({"lm_head": "keep", "*.mlp.*": "fp8", "*": "bf16"}))
 
-Parameters stay in their own type (float32, bfloat16, float16): optimisers and checkpoints see nothing of FP8. Where a weight
-needs no gradient its FP8 form is kept until the weight changes; freeze() drops the weight and keeps the FP8 form alone.
+Parameters stay in their own type (float32, bfloat16, float16): optimisers and checkpoints see nothing of FP8. Where no
+gradient of a weight is recorded (torch.no_grad, inference_mode, requires_grad_(False)), its FP8 form is kept until the weight
+changes; otherwise each call quantises it. freeze() drops the weight and keeps the FP8 form alone.
 """
 
 import fnmatch
@@ -163,7 +164,8 @@ class Layer(torch.nn.Module):
 
 
 def _quantize_weight(weight: torch.Tensor, recipe: str) -> ScaledTensor | GroupedTensor:
-    with torch.no_grad():
+    # Never inference tensors: the result is kept, and may be saved for a backward pass later.
+    with torch.inference_mode(False), torch.no_grad():
         return (quantize if weight.dim() == 2 else quantize_grouped)(weight, recipe)
 
 

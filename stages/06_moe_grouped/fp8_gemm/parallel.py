@@ -284,7 +284,7 @@ class ExpertParallelExperts(Experts):
     Rows travel to their experts in FP8 with their scales, K + K/32 bytes instead of bfloat16's 2 K, and results back in the
     result's type. Each row has the bits that one process would give where the backend's result for a row does not depend on
     how many there are (batch_invariant=True in the Recipe). Group sizes are read on the host once for each call, because
-    all_to_all needs them there. With gradients, those of the router are of this rank's tokens alone: average them over ranks
+    all_to_all needs them there. set_precision must be called alike on all ranks. With gradients, those of the router are of this rank's tokens alone: average them over ranks
     with the other replicated parameters. Other arguments and errors as in Experts; layout is "contiguous".
     """
 

@@ -64,8 +64,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if "RANK" not in os.environ:
         parser.error("it needs several processes: python -m torch.distributed.run --nproc-per-node 2 -m fp8_gemm.bench_parallel")
-    on_gpu = torch.cuda.is_available()
     started_here = not dist.is_initialized()
+    on_gpu = torch.cuda.is_available() if started_here else dist.get_backend() == "nccl"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)

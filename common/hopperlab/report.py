@@ -14,7 +14,6 @@ import re
 import subprocess
 from pathlib import Path
 
-import torch
 
 from hopperlab import bench, capability, stage, telemetry
 

@@ -240,8 +240,8 @@ def record_of(sizes: Sizes, device: torch.device) -> dict:
         tokens, top_k, experts, n, k = sizes.routed
         for kind in ROUTINGS:
             counts = counts_of(routing(kind, tokens, top_k, experts), experts)
-            add("skew", contiguous(sizes, device, counts, n, k, pad=True, routing=kind))
-            add("skew", masked(sizes, device, counts, max(counts), n, k, routing=kind))
+            add("skew", contiguous(sizes, device, counts, n, k, pad=True, routing=kind, layout="contiguous"))
+            add("skew", masked(sizes, device, counts, max(counts), n, k, routing=kind, layout="masked"))
     return record | ({"telemetry": recorder.summary()} if recorder else {})
 
 

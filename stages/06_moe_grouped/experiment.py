@@ -31,11 +31,13 @@ class Sizes:
     """What is run. Groups: (groups, tokens of each, N, K); dense: (M, N, K)."""
 
     contiguous: tuple[tuple[int, int, int, int], ...] = (
-        (4, 8192, 4096, 7168), (4, 8192, 7168, 2048), (8, 4096, 4096, 7168), (8, 4096, 7168, 2048), (32, 256, 4096, 7168), (32, 256, 7168, 2048),
+        (4, 8192, 4096, 7168), (4, 8192, 7168, 2048), (8, 4096, 4096, 7168), (8, 4096, 7168, 2048),
+        (32, 256, 4096, 7168), (32, 256, 7168, 2048),
     )  # fmt: skip
     masked: tuple[tuple[int, int, int, int], ...] = tuple(
         (groups, tokens, n, k)
-        for groups, tokens in ((1, 1024), (2, 512), (4, 256), (16, 64), (32, 16), (64, 4)) for n, k in ((4096, 7168), (7168, 2048))
+        for groups, tokens in ((1, 1024), (2, 512), (4, 256), (16, 64), (32, 16), (64, 4))
+        for n, k in ((4096, 7168), (7168, 2048))
     )  # fmt: skip
     masked_room: int = 2  # rows of a masked buffer, in tokens of a group
     dense: tuple[tuple[int, int, int], ...] = tuple(
@@ -46,7 +48,8 @@ class Sizes:
     timed: bool = True
 
 
-SMALL = Sizes(contiguous=((2, 5, 40, 130),), masked=((3, 4, 40, 128),), dense=((3, 40, 256),), routed=(6, 2, 16, 40, 128), timed=False)
+SMALL = Sizes(contiguous=((2, 5, 40, 130),), masked=((3, 4, 40, 128),), dense=((3, 40, 256),), routed=(6, 2, 16, 40, 128),
+              timed=False)  # fmt: skip
 
 
 def routing(kind: str, tokens: int, top_k: int, experts: int, seed: int = 0) -> torch.Tensor:
@@ -131,14 +134,16 @@ def timed(sizes: Sizes, calls: dict[str, list], flops: int, moved: int, **descri
                 "gbytes_per_s": moved / timing.seconds / 1e9}  # fmt: skip
         if "deep_gemm" in timings:
             row["speed_of_deep_gemm"] = timings["deep_gemm"].seconds / timing.seconds
-        print(" ".join(f"{key}={value}" for key, value in description.items()), "{name:16} {microseconds:9.1f} µs {tflops:6.0f} TFLOP/s".format(**row))
+        described = " ".join(f"{key}={value}" for key, value in description.items())
+        print(described, "{name:16} {microseconds:9.1f} µs {tflops:6.0f} TFLOP/s".format(**row))
     return rows
 
 
 # ---- groups one after another, and in buffers ------------------------------------------------------------------------
 
 
-def contiguous(sizes: Sizes, device: torch.device, counts: list[int], n: int, k: int, pad: bool, **description) -> tuple[list[dict], dict]:
+def contiguous(sizes: Sizes, device: torch.device, counts: list[int], n: int, k: int, pad: bool,
+               **description) -> tuple[list[dict], dict]:  # fmt: skip
     """The library on groups of these sizes, and, if pad, on groups padded to 128 rows, where DeepGEMM runs as well."""
     groups, rows, moved = len(counts), sum(counts), sum(counts) * (k + 2 * n) + sum(count > 0 for count in counts) * n * k
     layouts = {"unpadded": counts} | ({"padded": padded(counts)} if pad else {})
@@ -148,7 +153,8 @@ def contiguous(sizes: Sizes, device: torch.device, counts: list[int], n: int, k:
         tokens = [fp8_gemm.quantize(normal(device, seed, sum(lengths), k)) for seed in range(len(made))]
         outs = [torch.zeros(sum(lengths), n, dtype=torch.bfloat16, device=device) for _ in made]
         offsets = offsets_of(device, lengths)
-        calls[name] = [lambda a=a, b=b, out=out, offsets=offsets: fp8_gemm.grouped_gemm(a, b, offsets=offsets, out=out, backend=backend(device))
+        options = {"offsets": offsets, "backend": backend(device)}
+        calls[name] = [lambda a=a, b=b, out=out, o=options: fp8_gemm.grouped_gemm(a, b, out=out, **o)
                        for a, b, out in zip(tokens, made, outs)]  # fmt: skip
         calls[name][0]()
         first = next(group for group, count in enumerate(counts) if count)
@@ -165,11 +171,12 @@ def contiguous(sizes: Sizes, device: torch.device, counts: list[int], n: int, k:
 
             calls["deep_gemm"], reason = peer_calls(peer)
             missing = {"deep_gemm, contiguous": reason} if reason else {}
-    rows_padded = sum(padded(counts))
-    return timed(sizes, calls, 2 * rows * n * k, moved, n=n, k=k, groups=groups, rows=rows, rows_padded=rows_padded, **description), missing
+    description |= {"n": n, "k": k, "groups": groups, "rows": rows, "rows_padded": sum(padded(counts))}
+    return timed(sizes, calls, 2 * rows * n * k, moved, **description), missing
 
 
-def masked(sizes: Sizes, device: torch.device, counts: list[int], max_m: int, n: int, k: int, **description) -> tuple[list[dict], dict]:
+def masked(sizes: Sizes, device: torch.device, counts: list[int], max_m: int, n: int, k: int,
+           **description) -> tuple[list[dict], dict]:  # fmt: skip
     """The library and DeepGEMM on a buffer with room for max_m tokens of each group."""
     groups, rows, moved = len(counts), sum(counts), sum(counts) * (k + 2 * n) + sum(count > 0 for count in counts) * n * k
     made = [weights(device, seed, groups, n, k) for seed in range(sets_for(sizes, groups * n * k))]
@@ -187,7 +194,8 @@ def masked(sizes: Sizes, device: torch.device, counts: list[int], max_m: int, n:
         run = getattr(deep_gemm, "m_grouped_fp8_gemm_nt_masked", None) or deep_gemm.fp8_m_grouped_gemm_nt_masked
         laid_out = [(a.data, deep_gemm.get_mn_major_tma_aligned_tensor(a.scale)) for a in tokens]
         expected = -(-rows // groups)
-        return [lambda a=a, b=b, out=out: run(a, (b.data, b.scale), out, masked_m, expected) for a, b, out in zip(laid_out, made, outs)]
+        return [lambda a=a, b=b, out=out: run(a, (b.data, b.scale), out, masked_m, expected)
+                for a, b, out in zip(laid_out, made, outs)]  # fmt: skip
 
     calls["deep_gemm"], reason = peer_calls(peer)
     row = timed(sizes, calls, 2 * rows * n * k, moved, n=n, k=k, groups=groups, rows=rows, max_m=max_m, **description)
@@ -211,7 +219,8 @@ def dense(sizes: Sizes, device: torch.device, m: int, n: int, k: int) -> tuple[l
 
     def peer(deep_gemm):
         laid_out = [(a.data, deep_gemm.get_mn_major_tma_aligned_tensor(a.scale)) for a, _ in operands]
-        return [lambda a=a, b=b, out=out: deep_gemm.fp8_gemm_nt(a, (b.data, b.scale), out) for a, (_, b), out in zip(laid_out, operands, outs)]
+        return [lambda a=a, b=b, out=out: deep_gemm.fp8_gemm_nt(a, (b.data, b.scale), out)
+                for a, (_, b), out in zip(laid_out, operands, outs)]  # fmt: skip
 
     calls["deep_gemm"], reason = peer_calls(peer)
     row = timed(sizes, calls, 2 * m * n * k, (m + n) * k + 2 * m * n, m=m, n=n, k=k, plan=str(chosen))

@@ -2,7 +2,8 @@
 //
 // found (CTAs, most, 32, 8): what each lane of each CTA's one warp is given as its first, second ... tile, as in struct Tile. A
 // CTA stops after `most` of them.
-extern "C" __global__ void list_tiles(const int* begins, const int* ends, int* found, int x_rows, int y_rows, int k, int groups, int most) {
+extern "C" __global__ void list_tiles(const int* begins, const int* ends, int* found, int x_rows, int y_rows, int k, int groups,
+                                      int most) {
   const Arguments problem = {begins, ends, x_rows, y_rows, k, groups};
   Scheduler scheduler{problem};
   Tile tile;

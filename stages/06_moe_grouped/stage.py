@@ -23,9 +23,9 @@ TITLE = "Grouped GEMM for mixtures of experts, as a library"
 KERNEL = FOLDER / "fp8_gemm" / "kernels" / "gemm.cu"
 
 # Of the exercise: groups of tokens one after another, 64 rows per tile.
-EXERCISE_CONSTANTS = {"KIND": "Contiguous", "SWAPPED": 0, "CONSUMERS": 1, "ROUNDS": 1, "BLOCK_Y": 32, "NUM_STAGES": 3, "GROUP_X": 4,
-                      "SPLITS": 1, "INTERVAL": 1, "VECTOR_Y": 0, "STORE_BY_TMA": 1, "ACCUMULATE": 0, "BIAS": 0, "OUTPUT": "bf16",
-                      "X_FORMAT": "e4m3", "Y_FORMAT": "e4m3"}  # fmt: skip
+EXERCISE_CONSTANTS = {"KIND": "Contiguous", "SWAPPED": 0, "CONSUMERS": 1, "ROUNDS": 1, "BLOCK_Y": 32, "NUM_STAGES": 3,
+                      "GROUP_X": 4, "SPLITS": 1, "INTERVAL": 1, "VECTOR_Y": 0, "STORE_BY_TMA": 1, "ACCUMULATE": 0, "BIAS": 0,
+                      "OUTPUT": "bf16", "X_FORMAT": "e4m3", "Y_FORMAT": "e4m3"}  # fmt: skip
 RECIPES = tuple(sorted(RECIPE_PAIRS, key=lambda pair: pair != ("1x128", "128x128")))  # the library's default first
 
 
@@ -56,7 +56,8 @@ def list_tiles(problem: Problem, chosen: Plan, begins: torch.Tensor, ends: torch
     begins, ends  (groups,) int32, as the kernel gets them; where there are no groups any int32 tensor
     ctas          CTAs that share the tiles; most: tiles of each CTA that are written down
 
-    Returns int32 (ctas, most, 32, 8): what each lane of a warp is given, the fields of struct Tile in order; -1 where there is no tile.
+    Returns int32 (ctas, most, 32, 8): what each lane of a warp is given, the fields of struct Tile in order; -1 where there is
+    no tile.
     """
     found = torch.full((ctas, most, 32, 8), -1, dtype=torch.int32, device=begins.device)
     x_rows, y_rows = (problem.n, problem.m) if chosen.swap_ab else (problem.m, problem.n)

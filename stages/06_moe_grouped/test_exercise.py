@@ -26,7 +26,8 @@ SOLUTION = exercise.blanks(STAGE.module.KERNEL.read_text())
 ORDERS = ({"order": "lazy"}, {"order": "eager"}, {"seed": 1})
 BLOCKS = ("1x128", "128x128")
 
-# The scheduler's problem. 40 groups: more than a warp looks at together. Some are empty, some need several tiles, one ends where a tile does.
+# The scheduler's problem. 40 groups: more than a warp looks at together. Some are empty, some need several tiles, one ends
+# where a tile does.
 SIZES = [0 if group % 3 == 1 else 64 if group == 8 else 1 + 37 * group % 150 for group in range(40)]
 GAP = 4  # rows between groups that belong to none, as where a caller pads
 N, CTAS = 72, 3
@@ -35,9 +36,10 @@ BLOCK_X, BLOCK_Y, GROUP_X = 64, 32, 2
 # Said with every failure of a blank: what must hold there.
 ADVICE = {
     1: "After the blank, lane l's sum counts the tiles of the groups of lanes 0 to l.",
-    2: "The tile belongs to the first group whose sum goes beyond index. All lanes take the group, its size and the tiles before it from that "
-       "lane.",
-    3: "Tokens are rows of X, or of Y where Swapped. Contiguous: they are rows begins[group] to begins[group] + size. Masked: rows 0 to size.",
+    2: "The tile belongs to the first group whose sum goes beyond index. All lanes take the group, its size and the tiles "
+       "before it from that lane.",
+    3: "Tokens are rows of X, or of Y where Swapped. Contiguous: they are rows begins[group] to begins[group] + size. "
+       "Masked: rows 0 to size.",
     4: "Split 0's sum, plus split 1's, plus split 2's and so on, each at (split * Values + i) * 128.",
 }  # fmt: skip
 
@@ -113,7 +115,8 @@ def wrong_tile(source: Path, kind: str, swapped: bool) -> str | None:
     tiles = right_tiles(kind, swapped)
     most = -(-len(tiles) // CTAS) + 1
     found = found_tiles(source, kind, swapped, most)
-    where = f"{kind}{', swapped' if swapped else ''}, groups of {', '.join(map(str, SIZES[:9]))}, … tokens, N = {N}, tiles of {BLOCK_X} x {BLOCK_Y}"
+    where = (f"{kind}{', swapped' if swapped else ''}, groups of {', '.join(map(str, SIZES[:9]))}, … tokens, N = {N}, "
+             f"tiles of {BLOCK_X} x {BLOCK_Y}")  # fmt: skip
     for index in range(CTAS * most):
         cta, turn = index % CTAS, index // CTAS
         lanes = found[cta, turn]
@@ -158,15 +161,16 @@ def split_sums(source: Path, options: dict, device: torch.device) -> str | None:
     a, b = check.problem(m, n, k, recipes=BLOCKS, device=device)
     out, _ = check.poisoned(m, n, torch.float32, device)
     problem = Problem("dense", m, n, k, out_dtype=torch.float32)
-    launch(source, problem, Operands(a.data, b.data, a.scale, b.scale), out, options, block_m=64, block_n=32, swap_ab=False, split_k=parts)
+    operands = Operands(a.data, b.data, a.scale, b.scale)
+    launch(source, problem, operands, out, options, block_m=64, block_n=32, swap_ab=False, split_k=parts)
     if torch.equal(out, reference.matmul_hopper(a, b, out_dtype=torch.float32, split_k=parts)):
         return None
     length = k // parts
     each = []
     for part in range(parts):
         columns, blocks = slice(part * length, (part + 1) * length), slice(part * length // BLOCK, (part + 1) * length // BLOCK)
-        operands = [ScaledTensor(x.data[:, columns].contiguous(), x.scale[:, blocks].contiguous(), x.recipe) for x in (a, b)]
-        each.append(reference.matmul_hopper(*operands, out_dtype=torch.float32).double().flatten().cpu())
+        slices = [ScaledTensor(x.data[:, columns].contiguous(), x.scale[:, blocks].contiguous(), x.recipe) for x in (a, b)]
+        each.append(reference.matmul_hopper(*slices, out_dtype=torch.float32).double().flatten().cpu())
     each, sums = torch.stack(each, 1), out.double().flatten().cpu()
     where = f"{problem.m} x {n} x {k}, K in {parts} parts" + "".join(f", {name}={value}" for name, value in options.items())
     for rows in torch.arange(m * n).view(m, n).split(64):  # one row of tiles has one order of its parts' CTAs, as a rule
@@ -176,7 +180,8 @@ def split_sums(source: Path, options: dict, device: torch.device) -> str | None:
         if (each[rows] @ times - sums[rows]).abs().max() > 1e-4 * sums.abs().max():
             return f"{where}: the results are no sums of the four parts of their own element."
         if (times != 1).any():
-            return f"{where}: the parts are in the result {', '.join(f'{count:.0f}' for count in times)} times; each must be there once."
+            counted = ", ".join(f"{count:.0f}" for count in times)
+            return f"{where}: the parts are in the result {counted} times; each must be there once."
     return f"{where}: every part is in the result once, but the bits are not those of adding them in order."
 
 
@@ -184,7 +189,8 @@ def grouped(source: Path, kind: str, swapped: bool, options: dict, device: torch
     """Four groups, one of them empty. What is wrong, or None."""
     sizes, n, k, max_m = (5, 0, 70, 3), 40, 200, 71
     experts = [check.problem(1, n, k, recipes=BLOCKS, seed=group, device=device)[1] for group in range(len(sizes))]
-    data, scale = torch.stack([b.data.view(torch.uint8) for b in experts]).view(experts[0].data.dtype), torch.stack([b.scale for b in experts])
+    data = torch.stack([b.data.view(torch.uint8) for b in experts]).view(experts[0].data.dtype)
+    scale = torch.stack([b.scale for b in experts])
     rows = sum(sizes) + 2 if kind == "contiguous" else len(sizes) * max_m  # with rows of no group
     a, _ = check.problem(rows, 1, k, recipes=BLOCKS, device=device)
     out, _ = check.poisoned(rows, n, torch.bfloat16, device)
@@ -201,8 +207,8 @@ def grouped(source: Path, kind: str, swapped: bool, options: dict, device: torch
     else:
         problem = Problem(kind, max_m, n, k, len(sizes))
         masked_m = torch.tensor(sizes, dtype=torch.int32, device=device)
-        operands = Operands(a.data.view(len(sizes), max_m, k), data, a.scale.view(len(sizes), max_m, -1), scale, masked_m=masked_m)
-        shaped = out.view(len(sizes), max_m, n)
+        a_data, a_scale, shaped = (x.view(len(sizes), max_m, -1) for x in (a.data, a.scale, out))
+        operands = Operands(a_data, data, a_scale, scale, masked_m=masked_m)
     tile = {"block_m": 16, "block_n": 64, "swap_ab": True} if swapped else {"block_m": 64, "block_n": 32, "swap_ab": False}
     launch(source, problem, operands, shaped, options, **tile)
     wrong = (out.view(torch.int16) != want.view(torch.int16)).nonzero()

@@ -188,6 +188,30 @@ def test_masked_corners():
     masked([130, 129], 130, 24, 130, block_m=128, block_n=16, swap_ab=False)  # a largest size that is no multiple of the tile
 
 
+@pytest.mark.parametrize("tile", [dict(block_m=64, block_n=48, swap_ab=False), dict(block_m=16, block_n=64, swap_ab=True)], ids=str)
+def test_sizes_beyond_the_tensors_touch_nothing_outside(tile):
+    """Only the device knows them, so no host check can refuse them: rows of other groups, and what lies around, stay as they are."""
+    each, data, scale = weights(3, 40, 130)
+    tokens = [check.problem(20, 1, 130, recipes=BLOCKS, seed=group, device=DEVICE)[0] for group in range(3)]
+    stacked = torch.stack([a.data.view(torch.uint8) for a in tokens]).view(data.dtype), torch.stack([a.scale for a in tokens])
+    out = poisoned(3, 20, 40)
+    want = out.clone()
+    sizes = torch.tensor([25, 2, -3], dtype=torch.int32, device=DEVICE)
+    kernels.run(Problem("masked", 20, 40, 130, 3), Operands(stacked[0], data, stacked[1], scale, masked_m=sizes), out, **tile)
+    for group, size in ((0, 20), (1, 2)):
+        part = ScaledTensor(tokens[group].data[:size], tokens[group].scale[:size].contiguous(), "1x128")
+        want[group, :size] = reference.matmul_hopper(part, each[group])
+    assert torch.equal(bits(out), bits(want))
+
+    out = poisoned(20, 40)
+    want = out.clone()
+    offsets = torch.tensor([-4, 3, 15, 90], dtype=torch.int32, device=DEVICE)
+    kernels.run(Problem("contiguous", 20, 40, 130, 3), Operands(tokens[0].data, data, tokens[0].scale, scale, offsets=offsets), out, **tile)
+    for group, rows in enumerate((slice(0, 3), slice(3, 15), slice(15, 20))):
+        want[rows] = reference.matmul_hopper(ScaledTensor(tokens[0].data[rows], tokens[0].scale[rows].contiguous(), "1x128"), each[group])
+    assert torch.equal(bits(out), bits(want))
+
+
 def test_k_grouped():
     k_grouped([128, 0, 256, 100], 130, 72)
     k_grouped([128, 0, 256, 100], 130, 73, accumulate=True)

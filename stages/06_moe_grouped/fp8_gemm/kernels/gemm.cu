@@ -84,9 +84,12 @@ struct Scheduler {
   const Arguments& problem;
   int index = blockIdx.x, chunk = 0, before = 0;                       // next tile; groups being looked at; tiles in those before
 
-  __device__ int tokens(int group) const {                             // rows of the group that X or Y has
+  // Sizes are known on the device only, so wrong ones are found here: whatever they are, nothing outside of the tensors is touched.
+  __device__ int begin(int group) const { return max(problem.begins[group], 0); }
+  __device__ int tokens(int group) const {                             // rows of X or Y that the group has; Masked ones begin at 0
     if (group >= problem.groups) return 0;
-    return problem.ends[group] - (Problem == Contiguous ? problem.begins[group] : 0);
+    const int end = min(problem.ends[group], Swapped ? problem.y_rows : problem.x_rows);
+    return max(end - (Problem == Contiguous ? begin(group) : 0), 0);
   }
 
   __device__ bool next(Tile& tile) {
@@ -136,7 +139,7 @@ struct Scheduler {
     tile.x_end = problem.x_rows, tile.y_end = problem.y_rows;
     // BLANK 3: where the group's tokens lie: move a Contiguous tile to them; end Contiguous and Masked tiles where they end
     if constexpr (Problem == Contiguous) {
-      const int start = problem.begins[tile.group];
+      const int start = begin(tile.group);
       if (Swapped) tile.y += start, tile.y_end = start + size; else tile.x += start, tile.x_end = start + size;
     }
     if constexpr (Problem == Masked) (Swapped ? tile.y_end : tile.x_end) = size;
@@ -146,7 +149,7 @@ struct Scheduler {
     const int units = (k_blocks + Unit - 1) / Unit;
     tile.k_block = tile.split * units / Splits * Unit, tile.k_end = min((tile.split + 1) * units / Splits * Unit, k_blocks);
     if constexpr (Problem == KGrouped)
-      tile.k_block = problem.begins[tile.group] / BlockK, tile.k_end = (problem.ends[tile.group] + BlockK - 1) / BlockK;
+      tile.k_block = begin(tile.group) / BlockK, tile.k_end = min((problem.ends[tile.group] + BlockK - 1) / BlockK, k_blocks);
     return true;
   }
 };

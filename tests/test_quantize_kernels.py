@@ -163,7 +163,7 @@ def test_what_triton_compiles_for_hopper_gives_the_same_bits_on_the_simulator():
     """Above, Triton's interpreter ran the kernels, and another cast and division with it."""
     program = Path(__file__).with_name("triton_on_simulator.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, [stage.root() / "common", program.parent]))
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, [stage.root() / "common", stage.root() / "stages" / "06_moe_grouped", program.parent]))
     run = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
 

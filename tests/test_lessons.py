@@ -13,8 +13,6 @@ each_lesson = pytest.mark.parametrize("path", LESSONS, ids=[path.parent.name for
 
 @pytest.mark.parametrize("folder", stage.folders(), ids=[folder.name for folder in stage.folders()])
 def test_every_stage_has_a_lesson(folder):
-    if not (folder / "lesson.ipynb").exists():
-        pytest.skip(f"{folder.name} has kernels and no lesson yet")
     assert folder / "lesson.ipynb" in LESSONS
 
 

@@ -3,6 +3,7 @@
 # make lab     open the lessons in Jupyter
 # make bench   time the steps and their peers (needs a Hopper GPU)
 # make docs    rewrite what is generated from docs/results: README tables, plots
+# make api     rewrite docs/api.md, the reference of the library, from its docstrings
 # make lines   count the library's core: what runs on the GPU and what launches it
 #
 # Each target makes .venv when it is missing. PYTHON picks the interpreter (3.11 or 3.12); ARGS is passed on:
@@ -12,7 +13,7 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
   $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 
-.PHONY: run test lab bench docs lines
+.PHONY: run test lab bench docs api lines
 run: .venv/ready
 	$(BIN)/hopperlab run $(ARGS)
 
@@ -27,6 +28,9 @@ bench: .venv/ready
 
 docs: .venv/ready
 	$(BIN)/hopperlab report
+
+api: .venv/ready
+	$(BIN)/python docs/make_api.py
 
 lines:
 	@wc -l stages/06_moe_grouped/fp8_gemm/plan.py stages/06_moe_grouped/fp8_gemm/kernels/*

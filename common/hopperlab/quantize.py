@@ -107,22 +107,29 @@ class ScaledTensor:
 
     @property
     def rows(self) -> int:
+        """Rows of the matrix."""
         return self.data.shape[0]
 
     @property
     def k(self) -> int:
+        """Columns of the matrix."""
         return self.data.shape[1]
 
     @property
     def format(self) -> Format:
+        """E4M3 or E5M2."""
         return format_of(self.data.dtype)
 
     @property
     def device(self) -> torch.device:
+        """Where data and scales are."""
         return self.data.device
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """data · scale, shape (rows, K). Exact in float64; rounded once, to nearest even, in float32."""
+        """data · scale, shape (rows, K). Exact in float64; rounded once, to nearest even, in float32.
+
+        Raises TypeError for another dtype.
+        """
         if dtype not in (torch.float32, torch.float64):
             raise TypeError(f"dtype is {dtype}; allowed are float32 and float64: narrow the result with .to({dtype})")
         return self.data.to(dtype) * expand_scale(self).to(dtype)

@@ -527,7 +527,8 @@ def _exact_scale_product(a: ScaledTensor, b: ScaledTensor, k_block: int, rows: s
 def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
     """1 - 2·sum(x·y) / sum(x² + y²) in FP64, the measure DeepGEMM reports: 0 for equal tensors, 0 if both are zero.
 
-    One number for a whole matrix: it says how good the numbers are, not whether all of them are right.
+    x and y are of one shape, any (…, N) and type. One number for a whole matrix: it says how good the numbers are, not whether all
+    of them are right. Raises ValueError for different shapes.
     """
     if x.shape != y.shape:
         raise ValueError(f"x has shape {tuple(x.shape)} and y {tuple(y.shape)}; they must be equal")

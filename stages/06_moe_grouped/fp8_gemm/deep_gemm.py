@@ -5,7 +5,8 @@
 Operands are pairs (FP8 data, float32 scales); results are written to d. What differs: any backend runs them, the CPU included;
 any M, N, K and group sizes are right, so alignments are offered only because callers lay buffers out by them; scales of A may
 be row-major or as get_mn_major_tma_aligned_tensor makes them; the casts saturate and have no floor under the scale.
-The API followed is that of DeepGEMM 2.x, with the names of its first release as well.
+The API followed is that of DeepGEMM 2.x, with the names of its first release as well. Errors are those of the library's own calls
+(TypeError, ValueError; RuntimeError for a backend that cannot) and name the argument.
 """
 
 import torch
@@ -89,6 +90,8 @@ def m_grouped_fp8_gemm_nt_contiguous(
 
     grouped_layout  (M,) int32: the group of each row, ascending, -1 for padding, whose rows of d keep what they hold; or with
                     use_psum_layout (G,) int32: where each group ends, each starting at the last end rounded up to the alignment
+
+    Raises as grouped_gemm does, and ValueError for a grouped_layout of another type or shape.
     """
     activations, weights = _matrix("a", a, "1x128"), _stack("b", b, _recipe_of_b(recipe, recipe_a, recipe_b))
     if not use_psum_layout:
@@ -151,7 +154,8 @@ def k_grouped_fp8_gemm_nt_contiguous(
     ks         multiples of 128, 0 included, on the host
     ks_tensor  (G,) int32: the same on the device
 
-    Copies a and b into one (M, sum of ks): call k_grouped_gemm with that layout to save the copy.
+    Copies a and b into one (M, sum of ks): call k_grouped_gemm with that layout to save the copy. Raises ValueError for other
+    recipes, sizes, shapes and strides than these.
     """
     if tuple(recipe) != (1, 1, BLOCK) or use_psum_layout:
         raise ValueError(f"recipe is {recipe} and use_psum_layout {use_psum_layout}; SM90 has (1, 1, 128) without it")
@@ -242,7 +246,10 @@ def align(x: int, y: int) -> int:
 
 
 def set_num_sms(num_sms: int) -> None:
-    """Let kernels use only so many SMs from now on; others stay free for communication. No effect on a CPU."""
+    """Let kernels use only so many SMs from now on; others stay free for communication. No effect on a CPU.
+
+    Raises ValueError unless it is 1 to the number of SMs.
+    """
     global _num_sms
     available = _available_sms()
     if not 0 < num_sms <= available:
@@ -275,7 +282,10 @@ def get_tma_aligned_size(x: int, element_size: int) -> int:
 
 
 def get_mn_major_tma_aligned_tensor(sf: torch.Tensor) -> torch.Tensor:
-    """Scales (…, rows, K blocks) float32 with the same values, laid out M-major: strides (1, rows padded to 16 bytes)."""
+    """Scales (…, rows, K blocks) float32 with the same values, laid out M-major: strides (1, rows padded to 16 bytes).
+
+    Raises ValueError for another type or number of dimensions.
+    """
     if sf.dim() not in (2, 3) or sf.dtype != torch.float32:
         raise ValueError(f"sf is {sf.dtype} of shape {tuple(sf.shape)}; it must be float32 (rows, K blocks) or (groups, rows, "
                          "K blocks)")  # fmt: skip
@@ -293,7 +303,13 @@ def transform_sf_into_required_layout(
     sf: torch.Tensor, mn: int, k: int, recipe: tuple[int, ...], num_groups: int | None = None, is_sfa: bool | None = None,
     disable_ue8m0_cast: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Scales in the layout SM90 kernels read: M-major if each row has its own, unchanged if 128 rows share one."""
+    """Scales sf in the layout SM90 kernels read: M-major if each row has its own, unchanged if 128 rows share one.
+
+    sf       float32 (ceil(mn / rows per scale), ceil(k / K per scale)), with num_groups in front of it
+    recipe   scales' granularity (M, N, K), of which is_sfa takes M or N; or (rows, K)
+
+    Raises ValueError for scales of another shape, or is_sfa left out where it is needed.
+    """
     if len(recipe) == 3 and is_sfa is None:
         raise ValueError(f"is_sfa is None with recipe {tuple(recipe)}; it must say whether these are scales of A")
     rows_per_scale = recipe[0] if len(recipe) == 2 or is_sfa else recipe[1]

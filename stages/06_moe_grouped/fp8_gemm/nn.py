@@ -88,7 +88,10 @@ class Layer(torch.nn.Module):
     _cache: dict | None = None
 
     def set_precision(self, precision: Recipe | str) -> None:
-        """Compute in another precision from now on: a Recipe, "fp8", "bf16" or "fp32"."""
+        """Compute in another precision from now on: a Recipe, "fp8", "bf16" or "fp32".
+
+        Raises ValueError for anything else, and for a Recipe with other weight scales than a layer was frozen with.
+        """
         precision = check_precision(precision)
         old = getattr(self, "precision", precision)
         if self.frozen and isinstance(precision, Recipe) and isinstance(old, Recipe) and precision.weight != old.weight:
@@ -103,7 +106,8 @@ class Layer(torch.nn.Module):
     def freeze(self) -> "Layer":
         """Keep the FP8 weights alone, for inference: half the memory of bfloat16, and nothing to quantise under torch.compile.
 
-        Parameters become buffers <name>_data and <name>_scale, which the state dict then holds. Returns the layer.
+        Parameters become buffers <name>_data and <name>_scale, which the state dict then holds. Returns the layer. Raises
+        ValueError for a layer that is not FP8.
         """
         if not isinstance(self.precision, Recipe):
             raise ValueError(f"precision is {self.precision!r}; only FP8 layers freeze: set_precision('fp8') first")
@@ -188,6 +192,7 @@ class Linear(Layer, torch.nn.Linear):
         self.set_precision(precision)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (…, in_features) to (…, out_features). Raises as gemm does."""
         y = self.compute(x, precision=self.precision)
         if self.monitor is not None:
             self.monitor(y, x)
@@ -293,14 +298,20 @@ class Experts(Layer):
         self.set_precision(precision)
 
     def set_precision(self, precision: Recipe | str) -> None:
-        """As Linear's; rows of no expert must not reach a scale, so activations are scaled "1x128" or "row"."""
+        """As Linear's; rows of no expert must not reach a scale, so activations are scaled "1x128" or "row".
+
+        Raises ValueError for a Recipe with "tensor" activations as well.
+        """
         precision = check_precision(precision)
         if isinstance(precision, Recipe) and precision.activation == "tensor":
             raise ValueError("activation is 'tensor', one scale for the rows of all experts; Experts take '1x128' or 'row'")
         super().set_precision(precision)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(ids (T, k) int64, weights (T, k) float32) of tokens x (T, hidden): softmax over all experts, then the top k."""
+        """(ids (T, k) int64, weights (T, k) float32) of tokens x (T, hidden): softmax over all experts, then the top k.
+
+        Raises ValueError for a layer made with router=False.
+        """
         if self.router is None:
             raise ValueError("topk_ids is None, but this layer has no router: pass topk_ids and topk_weights, or make it with "
                              "router=True")  # fmt: skip
@@ -409,7 +420,10 @@ class Experts(Layer):
 
 
 def check_ids(ids: torch.Tensor, weights: torch.Tensor, tokens: int, experts: int) -> None:
-    """Raise TypeError or ValueError unless ids and weights are a routing of that many tokens. Reads values on the CPU only."""
+    """Check that ids and weights, both (tokens, k), are a routing: integers, -1 or an expert, the experts of a token different.
+
+    Reads values on the CPU only, or everywhere with FP8_GEMM_VALIDATE=1. Raises TypeError or ValueError.
+    """
     if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
         raise TypeError(f"topk_ids is {ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__}; it must be a tensor "
                         "of integers (tokens, k)")  # fmt: skip

@@ -153,6 +153,7 @@ class ColumnParallelLinear(Linear):
         return new
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (…, in_features) to (…, out_features), or this rank's slice of them. RuntimeError if another rank fails."""
         y = super().forward(_Share.apply(x, self.group))
         return _Gather.apply(y, self.group) if self.gather_output else y
 
@@ -197,6 +198,7 @@ class RowParallelLinear(Linear):
         return new
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (…, in_features), or this rank's slice of it, to (…, out_features). RuntimeError if another rank fails."""
         out_dtype = _result_dtype(x)
         if not self.input_is_parallel:
             x = _Slice.apply(x, self.group)
@@ -218,6 +220,7 @@ class Routes:
     received: list[int]
 
     def back(self) -> "Routes":
+        """The way back: what was received is sent."""
         return Routes(self.received, self.sent)
 
 
@@ -235,13 +238,16 @@ def _exchange(rows: torch.Tensor, routes: Routes, group) -> tuple[torch.Tensor, 
 
 
 def pack(scaled: ScaledTensor) -> torch.Tensor:
-    """FP8 rows with their scales behind them, (rows, K + 4 · scales per row) bytes: one message. For "1x128" and "row"."""
+    """FP8 rows with their scales behind them: one message, uint8 (rows, K + 4 · scales per row).
+
+    scaled  (rows, K), scaled "1x128" (ceil(K / 128) scales per row) or "row" (one)
+    """
     scale = scaled.scale[:, None] if scaled.recipe == "row" else scaled.scale
     return torch.cat([scaled.data.view(torch.uint8), scale.view(torch.uint8)], dim=1)
 
 
 def unpack(packed: torch.Tensor, k: int, recipe: str, dtype: torch.dtype) -> ScaledTensor:
-    """Undo pack: K and the FP8 type are not in the message."""
+    """Undo pack, (rows, bytes) to a ScaledTensor (rows, k): K and the FP8 type are not in the message."""
     data, scale = packed[:, :k].contiguous().view(dtype), packed[:, k:].contiguous().view(torch.float32)
     return ScaledTensor(data, scale.flatten() if recipe == "row" else scale, recipe)
 
@@ -284,8 +290,9 @@ class ExpertParallelExperts(Experts):
     Rows travel to their experts in FP8 with their scales, K + K/32 bytes instead of bfloat16's 2 K, and results back in the
     result's type. Each row has the bits that one process would give where the backend's result for a row does not depend on
     how many there are (batch_invariant=True in the Recipe). Group sizes are read on the host once for each call, because
-    all_to_all needs them there. set_precision must be called alike on all ranks. With gradients, those of the router are of this rank's tokens alone: average them over ranks
-    with the other replicated parameters. Other arguments and errors as in Experts; layout is "contiguous".
+    all_to_all needs them there. set_precision must be called alike on all ranks. With gradients, those of the router are of this
+    rank's tokens alone: average them over ranks with the other replicated parameters. Other arguments and errors as in Experts;
+    layout is "contiguous".
     """
 
     watchable = False  # a monitor would repeat collectives that other ranks do not

@@ -80,22 +80,27 @@ class GroupedTensor:
 
     @property
     def groups(self) -> int:
+        """How many matrices."""
         return self.data.shape[0]
 
     @property
     def rows(self) -> int:
+        """Rows of each matrix."""
         return self.data.shape[1]
 
     @property
     def k(self) -> int:
+        """Columns of each matrix."""
         return self.data.shape[2]
 
     @property
     def format(self) -> Format:
+        """E4M3 or E5M2."""
         return format_of(self.data.dtype)
 
     @property
     def device(self) -> torch.device:
+        """Where data and scales are."""
         return self.data.device
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -157,9 +162,13 @@ def quantize_k_grouped(
     x: torch.Tensor, offsets: torch.Tensor, ends: torch.Tensor | None = None, format: Format | str = "e4m3",
     margin: int = 0, power_of_two: bool = False,
 ) -> tuple[ScaledTensor, torch.Tensor]:  # fmt: skip
-    """Quantise x (rows, K) "1x128" for k_grouped_gemm: no scale block spans two groups. Arguments as pack_k_groups.
+    """Quantise x (rows, K) "1x128" for k_grouped_gemm: no scale block spans two groups.
 
-    Returns the scaled tensor, its groups moved to multiples of 128, and the offsets of these.
+    offsets  (G + 1,) int32 on x's device: group g is columns offsets[g] … offsets[g + 1] - 1, any sizes, 0 included
+    ends     (G,) int32: group g stops before ends[g] instead
+
+    Other arguments and errors as in quantize. Returns the ScaledTensor, its groups moved to multiples of 128, zeros in between,
+    (rows, 128 · (K // 128 + G)), and its offsets (G + 1,) int32: no size is read on the host.
     """
     packed, packed_offsets = pack_k_groups(x, offsets, ends)
     return quantize(packed, "1x128", format, margin, power_of_two), packed_offsets

@@ -14,18 +14,28 @@ MASKED_SHARE = 0.5  # of a masked buffer's tiles non-empty: less, and the buffer
 
 @dataclass(frozen=True)
 class RoutingReport:
-    """Tiles are TILE_ROWS rows high. ``advice`` is "dense", "contiguous" or "masked", ``why`` the sentence for it."""
+    """How the rows of one step fall on its experts. Tiles are 64 rows high.
+
+    experts, idle_experts  how many there are, and how many of them have no row
+    rows, tokens  token-expert pairs, and distinct tokens: the rows of a dense run
+    largest, skew  rows of the busiest expert; the same over the mean, 1 when all get as many
+    tiles         non-empty tiles: what a grouped GEMM computes
+    filled        rows over rows of the non-empty tiles
+    masked_share  non-empty tiles over those of a (experts, max_m, …) buffer
+    dense_share   non-empty tiles over those of running every token through every expert
+    advice, why   "dense", "contiguous" or "masked", and the sentence for it
+    """
 
     experts: int
-    rows: int  # token-expert pairs
-    tokens: int  # distinct tokens: the rows of a dense run
+    rows: int
+    tokens: int
     idle_experts: int
-    largest: int  # rows of the busiest expert
-    skew: float  # largest over mean; 1 when all get the same
-    tiles: int  # non-empty tiles: what a grouped GEMM computes
-    filled: float  # rows over rows of the non-empty tiles
-    masked_share: float  # non-empty tiles over those of a (experts, max_m, …) buffer
-    dense_share: float  # non-empty tiles over those of running every token through every expert
+    largest: int
+    skew: float
+    tiles: int
+    filled: float
+    masked_share: float
+    dense_share: float
     advice: str
     why: str
 

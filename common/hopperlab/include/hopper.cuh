@@ -324,6 +324,18 @@ __device__ __forceinline__ void bulk_store(void* destination, const void* source
                ::"l"(__cvta_generic_to_global(destination)), "r"(shared_address(source)), "r"(bytes) : "memory");
 }
 
+// One float, global -> shared memory, without a register and without waiting; where `valid` is false a zero, and nothing is
+// read. An ordinary store as far as proxies go, but one that nobody may read before it has arrived. ISA: cp.async.
+__device__ __forceinline__ void copy_async(float* destination, const float* source, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+               ::"r"(shared_address(destination)), "l"(__cvta_generic_to_global(source)), "r"(valid ? 4 : 0) : "memory");
+}
+// One arrival of the calling thread at `barrier`, made when all of its copy_async so far are done; it counts as one of those
+// that mbarrier_init was told of. ISA: cp.async.mbarrier.arrive (noinc).
+__device__ __forceinline__ void copy_async_arrive(u64* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
 // Bulk groups belong to one thread: the thread that stored must commit and wait.
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 

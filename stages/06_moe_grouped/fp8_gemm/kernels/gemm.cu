@@ -47,6 +47,9 @@ constexpr int Chunk = VectorY ? 8 : (BlockY & -BlockY) < 128 ? BlockY & -BlockY 
 constexpr int ScaleBlocks = VectorY ? 1 : (128 - Chunk + BlockY - 1) / 128 + 1;
 constexpr int ScalesY = VectorY ? BlockY : (ScaleBlocks + 3) / 4 * 4;  // whole 16 bytes: the compiler reads them at once
 
+// A factor of its own for every output is read, and multiplied, beside wgmma where registers allow, else after it.
+constexpr bool EarlyFactors = VectorY && Rounds == 1 && BlockY <= 128, LateFactors = VectorY && !EarlyFactors;
+
 WGMMA_INSTANCE(BLOCK_Y, X_FORMAT, Y_FORMAT)
 
 struct alignas(1024) Shared {              // 1024: the period of a 128-byte swizzle
@@ -55,7 +58,7 @@ struct alignas(1024) Shared {              // 1024: the period of a 128-byte swi
   u8 out[4 * Consumers][16 * PanelBytes];  // one panel per warp
   float scale_x[Stages][BlockX];           // of the slot's block of k
   float scale_y[Stages][ScalesY];
-  u64 full[Stages];                        // the slot is filled: one arrival with the tiles' bytes, one per warp of scales
+  u64 full[Stages];                        // the slot is filled: one arrival with the tiles' bytes, one per thread that copies scales
   u64 empty[Stages];                       // the slot may be overwritten: one arrival per consumer warp
   u32 last[Consumers];                     // splits: whether this consumer finished last
 };
@@ -163,36 +166,36 @@ __device__ int map_group(const Tile& tile, bool tokens) {
 struct Scales {
   const float* scale;
   int group_stride, shift, row_stride, k_stride;                       // in floats: scales are few enough for 32 bits
-  __device__ float at(const float* group, int row, int row_end, int k_block) const {
-    return row < row_end ? group[(row >> shift) * row_stride + k_block * k_stride] : 0.0f;
-  }
-  __device__ const float* of_group(int group) const { return scale + (long long)group * group_stride; }
+  __device__ const float* of_row(int group, int row) const { return scale + (long long)group * group_stride + (row >> shift) * row_stride; }
 };
 
-// One warp writes scales of every slot's block of k into shared memory, from whatever layout they have: Count of X's (from row
-// `first` of the tile on) or of Y's. It is as far ahead as the ring allows.
+// One warp copies scales of every slot's block of k into shared memory, from whatever layout they have: Count of X's (from row
+// `first` of the tile on) or of Y's. The copies are asynchronous and arrive at the slot's barrier themselves, so that as many
+// blocks are on their way as the ring has slots; rows beyond the end get zero.
 template <bool OfX, int Count>
 __device__ __forceinline__ void supply_scales(Shared& shared, const Arguments& problem, const Scales& scales, int first) {
   const int lane = threadIdx.x % 32;
+  constexpr int PerLane = (Count + 31) / 32;
   Ring ring;
   Tile tile;
   Scheduler scheduler{problem};
   while (scheduler.next(tile)) {
-    const float* group = scales.of_group(map_group(tile, OfX != Swapped));
     const int step = OfX || VectorY ? 1 : 128, row_end = OfX ? tile.x_end : tile.y_end;
     const int row = (OfX ? tile.x + first : VectorY ? tile.y : tile.y / 128 * 128) + lane * step;
+    const float* source[PerLane];                                      // of this block of k
+#pragma unroll
+    for (int i = 0; i < PerLane; ++i)
+      source[i] = scales.of_row(map_group(tile, OfX != Swapped), min(row + 32 * i * step, row_end - 1)) + (long long)tile.k_block * scales.k_stride;
 #pragma unroll 1
     for (int k_block = tile.k_block; k_block < tile.k_end; ++k_block, ring.advance()) {
-      float values[(Count + 31) / 32];                                 // on their way while the slot is still in use
-#pragma unroll
-      for (int i = 0; i < (Count + 31) / 32; ++i) values[i] = scales.at(group, row + 32 * i * step, row_end, k_block);
-      mbarrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
       float* slot = OfX ? &shared.scale_x[ring.slot][first] : shared.scale_y[ring.slot];
+      mbarrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
 #pragma unroll
-      for (int i = 0; i < (Count + 31) / 32; ++i)
-        if (Count % 32 == 0 || 32 * i + lane < Count) slot[32 * i + lane] = values[i];
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(&shared.full[ring.slot]);
+      for (int i = 0; i < PerLane; ++i) {
+        if (Count % 32 == 0 || 32 * i + lane < Count) copy_async(&slot[32 * i + lane], source[i], row + 32 * i * step < row_end);
+        source[i] += scales.k_stride;
+      }
+      copy_async_arrive(&shared.full[ring.slot]);
     }
   }
 }
@@ -278,7 +281,7 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < Stages; ++s) {
-      mbarrier_init(&shared.full[s], BlockX > 128 ? 4 : 3);
+      mbarrier_init(&shared.full[s], 1 + 32 * (BlockX > 128 ? 3 : 2));
       mbarrier_init(&shared.empty[s], 4 * Consumers);
     }
     fence_mbarrier_init();
@@ -331,38 +334,28 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
 #pragma unroll
         for (int i = 0; i < BlockY / 2; ++i) total[round][i] = 0.0f;
 
-      // The scales of the slot's block: of this thread's two rows in each round, times those of the blocks that the tile touches.
-      float scale[Rounds][2][ScaleBlocks], scale_next[Rounds][2][ScaleBlocks];
-      auto multiply_scales = [&](float (&s)[Rounds][2][ScaleBlocks]) {
+      // Scales of a slot's block: of this thread's two rows in each round, times those of the blocks that the tile touches.
+      float scale[Rounds][2][ScaleBlocks];
+      auto read_scales = [&](int slot) {
 #pragma unroll
         for (int round = 0; round < Rounds; ++round)
 #pragma unroll
           for (int half = 0; half < 2; ++half)
 #pragma unroll
             for (int i = 0; i < ScaleBlocks; ++i) {
-              s[round][half][i] = shared.scale_x[ring.slot][my_row + 64 * round + 8 * half];
-              if constexpr (!VectorY) s[round][half][i] *= shared.scale_y[ring.slot][i];
+              scale[round][half][i] = shared.scale_x[slot][my_row + 64 * round + 8 * half];
+              if constexpr (!VectorY) scale[round][half][i] *= shared.scale_y[slot][i];
             }
       };
-      // total = sum * scale + total, or total = total * scale where nothing was promoted.
-      auto apply = [&](float (&total)[BlockY / 2], const float (&sum)[BlockY / 2], const float (&scale)[2][ScaleBlocks], int slot) {
+      // What register i of a round is multiplied by.
+      auto factor_of = [&](int round, int i, int slot) {
+        const int column = i / 4 * 8;
+        if constexpr (VectorY) return scale[round][i / 2 % 2][0] * shared.scale_y[slot][column + lane % 4 * 2 + i % 2];
+        float factor = scale[round][i / 2 % 2][0];
 #pragma unroll
-        for (int c = 0; c < BlockY; c += Chunk) {
-          float s[2] = {scale[0][0], scale[1][0]};
-          float2 column = {1.0f, 1.0f};
-          if constexpr (VectorY) {
-            column = *reinterpret_cast<const float2*>(&shared.scale_y[slot][c + lane % 4 * 2]);
-          } else {
-#pragma unroll
-            for (int i = 1; i < ScaleBlocks; ++i)
-              if (tile.y % 128 + c >= 128 * i) s[0] = scale[0][i], s[1] = scale[1][i];
-          }
-#pragma unroll
-          for (int i = c / 2; i < min(c + Chunk, BlockY) / 2; ++i) {
-            const float factor = VectorY ? s[i / 2 % 2] * (i % 2 ? column.y : column.x) : s[i / 2 % 2];
-            total[i] = Interval ? __fmaf_rn(sum[i], factor, total[i]) : total[i] * factor;
-          }
-        }
+        for (int block = 1; block < ScaleBlocks; ++block)
+          if (tile.y % 128 + column / Chunk * Chunk >= 128 * block) factor = scale[round][i / 2 % 2][block];
+        return factor;
       };
       auto give_back = [&](int slot) {
         __syncwarp();                                                  // all lanes have read their scales
@@ -374,86 +367,66 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
         y_slot = ring.slot == 0 ? y_first : y_slot + BlockY * BlockK / 16;
       };
 
+      auto multiply = [&](float (&sum)[BlockY / 2], int round, bool accumulate) {
+        wgmma_fence();
+        for (int k = 0; k < BlockK; k += 32)
+          wgmma<BlockY, X_FORMAT, Y_FORMAT>(sum, x_slot + (round * 64 * BlockK + k) / 16, y_slot + k / 16, accumulate || k > 0);
+        wgmma_commit();
+      };
+
       if constexpr (Interval == 0) {
         // One accumulator over all of k: the next block's wgmma is issued before this one's is waited for.
         int last_slot = 0;
 #pragma unroll 1
         for (int k_block = tile.k_block; k_block < tile.k_end; ++k_block) {
           mbarrier_wait(&shared.full[ring.slot], ring.phase);
-          if (k_block + 1 == tile.k_end) multiply_scales(scale);       // they do not depend on k
-          wgmma_fence();
 #pragma unroll
-          for (int round = 0; round < Rounds; ++round)
-            for (int k = 0; k < BlockK; k += 32)
-              wgmma<BlockY, X_FORMAT, Y_FORMAT>(total[round], x_slot + (round * 64 * BlockK + k) / 16, y_slot + k / 16, k_block > tile.k_block || k > 0);
-          wgmma_commit();
-          wgmma_wait<1>();
+          for (int round = 0; round < Rounds; ++round) multiply(total[round], round, k_block > tile.k_block);
+          wgmma_wait<Rounds>();
           if (k_block > tile.k_block) give_back(last_slot);
           last_slot = ring.slot;
           advance();
         }
+        if (tile.k_block < tile.k_end && Splits == 1) read_scales(last_slot);  // they do not depend on k
         wgmma_wait<0>();
 #pragma unroll
         for (int round = 0; round < Rounds; ++round) {
           wgmma_hold(total[round]);
-          if (Splits == 1 && tile.k_block < tile.k_end) apply(total[round], total[round], scale[round], last_slot);
+          if (tile.k_block < tile.k_end && Splits == 1)
+#pragma unroll
+            for (int i = 0; i < BlockY / 2; ++i) total[round][i] *= factor_of(round, i, last_slot);
         }
         if (tile.k_block < tile.k_end) give_back(last_slot);
-      } else {
+      } else if (tile.k_block < tile.k_end) {
         float sum[BlockY / 2];                                         // the tensor core's accumulator, used by the rounds in turn
-        if (tile.k_block < tile.k_end) {
-          mbarrier_wait(&shared.full[ring.slot], ring.phase);
-          multiply_scales(scale);
-        }
+        mbarrier_wait(&shared.full[ring.slot], ring.phase);
 #pragma unroll 1
-        for (int k_block = tile.k_block; k_block < tile.k_end;) {
-          if constexpr (Interval == 1 && !VectorY) {
+        for (int k_block = tile.k_block; k_block < tile.k_end; ++k_block) {
+          const int slot = ring.slot, in_interval = (k_block - tile.k_block) % Interval;
+          const bool promotes = Interval == 1 || in_interval + 1 == Interval || k_block + 1 == tile.k_end;
 #pragma unroll
-            for (int round = 0; round < Rounds; ++round) {
-              wgmma_fence();
-              for (int k = 0; k < BlockK; k += 32)
-                wgmma<BlockY, X_FORMAT, Y_FORMAT>(sum, x_slot + (round * 64 * BlockK + k) / 16, y_slot + k / 16, k > 0);
-              wgmma_commit();
-              if (round + 1 < Rounds) {
-                wgmma_wait<0>();
-                wgmma_hold(sum);
-              } else {                                                 // while the tensor core works: all that the next block needs
-                const int slot = ring.slot;
-                advance();
-                if (k_block + 1 < tile.k_end) {
-                  mbarrier_wait(&shared.full[ring.slot], ring.phase);
-                  multiply_scales(scale_next);
-                }
-                wgmma_wait<0>();
-                wgmma_hold(sum);
-                give_back(slot);
-              }
-              apply(total[round], sum, scale[round], 0);
+          for (int round = 0; round < Rounds; ++round) {
+            multiply(sum, round, Interval > 1 && in_interval > 0);
+            // While the tensor core works: this block's scales, the next block's barrier.
+            if (round == 0) read_scales(slot);
+            float factors[EarlyFactors ? BlockY / 2 : 1];
+            if constexpr (EarlyFactors) {
+#pragma unroll
+              for (int i = 0; i < BlockY / 2; ++i) factors[i] = factor_of(round, i, slot);
+              wgmma_hold(factors);
             }
-            ++k_block;
-#pragma unroll
-            for (int round = 0; round < Rounds; ++round)
-#pragma unroll
-              for (int i = 0; i < ScaleBlocks; ++i) scale[round][0][i] = scale_next[round][0][i], scale[round][1][i] = scale_next[round][1][i];
-          } else {
-            // Several blocks per promotion (Rounds is 1 then), or a scale for every row of Y, read while it is used.
-            const int end = min(k_block + Interval, tile.k_end);
-            for (const int first = k_block; k_block < end; ++k_block) {
-              if (k_block > tile.k_block) mbarrier_wait(&shared.full[ring.slot], ring.phase);
-              multiply_scales(scale);
-#pragma unroll
-              for (int round = 0; round < Rounds; ++round) {
-                wgmma_fence();
-                for (int k = 0; k < BlockK; k += 32)
-                  wgmma<BlockY, X_FORMAT, Y_FORMAT>(sum, x_slot + (round * 64 * BlockK + k) / 16, y_slot + k / 16, k_block > first || k > 0);
-                wgmma_commit();
-                wgmma_wait<0>();
-                wgmma_hold(sum);
-                if (k_block + 1 == end) apply(total[round], sum, scale[round], ring.slot);
-              }
-              give_back(ring.slot);
+            if (round + 1 == Rounds) {
               advance();
+              if (k_block + 1 < tile.k_end) mbarrier_wait(&shared.full[ring.slot], ring.phase);
             }
+            wgmma_wait<0>();
+            wgmma_hold(sum);
+            if (round + 1 == Rounds && !LateFactors) give_back(slot);
+            if (promotes)
+#pragma unroll
+              for (int i = 0; i < BlockY / 2; ++i)
+                total[round][i] = __fmaf_rn(sum[i], EarlyFactors ? factors[i] : factor_of(round, i, slot), total[round][i]);
+            if (round + 1 == Rounds && LateFactors) give_back(slot);
           }
         }
       }
@@ -490,7 +463,7 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
 #pragma unroll
             for (int i = 0; i < BlockY / 2; ++i) {
               const int x = tile.x + my_row + 64 * round + i / 2 % 2 * 8, y = tile.y + i / 4 * 8 + lane % 4 * 2 + i % 2;
-              total[round][i] *= of_x.at(scale_x, x, tile.x_end, 0) * of_y.at(scale_y, y, tile.y_end, 0);
+              if (x < tile.x_end && y < tile.y_end) total[round][i] *= *of_x.of_row(0, x) * *of_y.of_row(0, y);
             }
         }
       }

@@ -14,12 +14,12 @@ import functools
 import importlib.util
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from fp8_gemm.problem import Operands, Problem, check_group_values
-from fp8_gemm.quantize import GroupedTensor, ScaledTensor, format_of
+from fp8_gemm.problem import FP8_DTYPES, Operands, Problem, check_group_values
+from fp8_gemm.quantize import GroupedTensor, ScaledTensor, format_of, on_hopper, quantize
 from hopperlab import capability
 from hopperlab.quantize import BLOCK, scale_shape
 
@@ -37,6 +37,7 @@ class Explanation:
 
     reasons  for each backend that was not chosen, why
     plan     the Plan of the kernels, if the chosen backend follows one; seconds its predicted time
+    note     that the plan comes from the table of tuned plans, or that kernels were only compiled
     """
 
     problem: Problem
@@ -46,6 +47,7 @@ class Explanation:
     reasons: dict[str, str] = field(default_factory=dict)
     plan: object | None = None
     seconds: float | None = None
+    note: str = ""
 
     def __str__(self) -> str:
         p = self.problem
@@ -60,7 +62,7 @@ class Explanation:
             lines.append(f"plan: {self.plan}")
         if self.seconds is not None:
             lines.append(f"predicted: {self.seconds * 1e6:.1f} µs, {p.flops / self.seconds / 1e12:.0f} TFLOP/s")
-        return "\n".join(lines)
+        return "\n".join(lines + [self.note] * bool(self.note))
 
     __repr__ = __str__
 
@@ -195,15 +197,21 @@ def explain(
         where = torch.device(device or a.device)
     chosen, forced, reasons = choose(problem, where, backend)
     plan = seconds = None
+    note = ""
     if chosen in PLANNED:
         from fp8_gemm.plan import plan as make_plan
+        from fp8_gemm.tune import found
 
+        entry = None if overrides else found(problem, where)
+        if entry is not None:
+            overrides = entry.overrides
+            note = f"from the table of tuned plans: {entry.seconds * 1e6:.1f} µs measured"
         sms = torch.cuda.get_device_properties(where).multi_processor_count if where.type == "cuda" else SMS_OF_AN_H200
         plan = make_plan(problem, sms, **overrides)
         seconds = plan.seconds
     elif overrides:
         _check_overrides(chosen, overrides)
-    return Explanation(problem, where, chosen, forced, reasons, plan, seconds)
+    return Explanation(problem, where, chosen, forced, reasons, plan, seconds, note)
 
 
 def _problem_of(kind, a, b, k_offsets, bias, accumulate, out_dtype, recipe, interval) -> Problem:
@@ -226,16 +234,23 @@ def warmup(shapes, *, device: torch.device | str | None = None, backend: str | N
     """Run each shape once, so that whatever its backend compiles or tunes is ready (and cached on disk) before it matters.
 
     shapes       Problems, or (M, N, K), or (N, K): then M = 1, 16, 64, 128, 512 and 4096, since a plan depends on M
-    device       where; by default the current GPU, or the CPU where there is none
+    device       where; by default the current GPU. Without a GPU the kernels are compiled as for an H200 (132 SMs) and nothing
+                 runs, so that an image can be built with a filled cache; device="cpu" runs the CPU's backend instead
     description  fields of Problem for shapes given as numbers: out_dtype, recipe_a, kind, groups, …
 
-    Returns what was chosen for each. Raises ValueError or TypeError for a shape that is none.
+    The kernels that quantise bfloat16 operands in the same formats are made ready too. Returns what was chosen for each. Raises
+    ValueError or TypeError for a shape that is none.
     """
+    problems = [as_the_kernel_sees(problem) for problem in problems_of(shapes, **description)]
+    if device is None and not torch.cuda.is_available() and (backend or os.environ.get(BACKEND_VARIABLE) or "cuda") == "cuda":
+        return [_compile(problem) for problem in problems]
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    problems = problems_of(shapes, **description)
     for problem in problems:
-        operands, out = _synthetic(problem, device)
+        operands, out = synthetic(problem, device)
         run(problem, operands, out, backend)
+        if on_hopper(operands.a):
+            for data, recipe in ((operands.a, problem.recipe_a), (operands.b, problem.recipe_b)):
+                quantize(data.flatten(0, -2).bfloat16(), recipe, format_of(data.dtype))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return [explain(problem, device=device, backend=backend) for problem in problems]
@@ -256,7 +271,30 @@ def problems_of(shapes, *, kind: str = "dense", **description) -> list[Problem]:
     return problems
 
 
-def _synthetic(problem: Problem, device: torch.device) -> tuple[Operands, torch.Tensor]:
+def as_the_kernel_sees(problem: Problem) -> Problem:
+    """FP8 results are computed in float32 and quantised afterwards, by another kernel."""
+    return replace(problem, out_dtype=torch.float32) if problem.out_dtype in FP8_DTYPES else problem
+
+
+def _compile(problem: Problem) -> Explanation:
+    """Put what a call on an H200 needs into the disk cache."""
+    from fp8_gemm import kernels
+    from fp8_gemm.kernels import quantize as quantisers
+    from fp8_gemm.plan import plan as make_plan
+
+    plan = make_plan(problem, SMS_OF_AN_H200)
+    needed = []
+    if math.prod(problem.out_shape) and problem.k:
+        needed.append(kernels.kernel(tuple(kernels.constants_of(problem, plan).items())))
+        for recipe, format in ((problem.recipe_a, problem.format_a), (problem.recipe_b, problem.format_b)):
+            needed += quantisers.kernels_for(torch.bfloat16, recipe, format, problem.k)
+    for kernel in needed:
+        kernel.compiled  # noqa: B018 - compiled at its first use
+    return Explanation(problem, torch.device("cuda"), "cuda", None, {}, plan, plan.seconds,
+                       f"compiled for an H200 ({SMS_OF_AN_H200} SMs), not run: this machine has no GPU")  # fmt: skip
+
+
+def synthetic(problem: Problem, device: torch.device) -> tuple[Operands, torch.Tensor]:
     """Operands of a problem, all zero, and an output."""
     leading = (problem.groups,) if problem.kind == "masked" else ()
     weights = (problem.groups,) if problem.kind in ("contiguous", "masked") else ()

@@ -28,7 +28,7 @@ def quantize(
     Blocks of zeros get scale 1; NaN and Inf become NaN and spare their block's scale. Not differentiable: a gemm of plain
     tensors quantises them itself and is. Raises TypeError or ValueError.
     """
-    if _on_hopper(x):
+    if on_hopper(x):
         from fp8_gemm.kernels import quantize as kernels  # one reading of x, the same bits
 
         return kernels.quantize(x, recipe, format, power_of_two, margin)
@@ -37,7 +37,8 @@ def quantize(
     return _quantize(x, recipe, format, power_of_two, margin)
 
 
-def _on_hopper(x) -> bool:
+def on_hopper(x) -> bool:
+    """Whether x is a tensor that kernels/quantize.cu can quantise on its GPU."""
     return isinstance(x, torch.Tensor) and x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
@@ -183,7 +184,7 @@ def swiglu_quantize(
     so that the simulator gives the same bits; elsewhere torch's silu is used, which may round otherwise. Raises TypeError or
     ValueError.
     """
-    if _on_hopper(x):
+    if on_hopper(x):
         from fp8_gemm.kernels import quantize as kernels
 
         return kernels.swiglu_quantize(x, format, power_of_two, margin)

@@ -26,9 +26,9 @@ from pathlib import Path
 
 import torch
 
-from fp8_gemm.dispatch import problems_of, synthetic
+from fp8_gemm.dispatch import as_the_kernel_sees, problems_of, synthetic
 from fp8_gemm.plan import Plan, plan, promising
-from fp8_gemm.problem import WIDE_DTYPES, Operands, Problem
+from fp8_gemm.problem import Operands, Problem
 from hopperlab import capability
 from hopperlab.compile import INCLUDE_DIRECTORY, cache_directory
 
@@ -105,7 +105,7 @@ def tune(shapes: Iterable, *, device: torch.device | str | None = None, expected
     Returns a Tuned for each problem. Raises ValueError for a shape that cannot be tuned, RuntimeError without a Hopper GPU or
     where a plan computes something else than the model's plan does (then nothing is kept).
     """
-    problems = problems_of(shapes, **description)
+    problems = [as_the_kernel_sees(problem) for problem in problems_of(shapes, **description)]
     for problem in problems:
         _check_tunable(problem, expected_m)
     device = _hopper(device)
@@ -115,9 +115,6 @@ def tune(shapes: Iterable, *, device: torch.device | str | None = None, expected
 def _check_tunable(problem: Problem, expected_m: int | None) -> None:
     if 0 in (problem.m, problem.n, problem.k):
         raise ValueError(f"shapes holds M, N, K = {problem.m}, {problem.n}, {problem.k}; nothing is multiplied, so nothing can be tuned")
-    if problem.out_dtype not in WIDE_DTYPES:
-        raise ValueError(f"out_dtype is {problem.out_dtype}; the kernel writes float32 there, which is quantised afterwards: "
-                         "tune with out_dtype=torch.float32")  # fmt: skip
     if expected_m is not None and (problem.kind != "masked" or not 1 <= expected_m <= problem.m):
         raise ValueError(f"expected_m is {expected_m} for a {problem.kind} problem with M = {problem.m}; only masked problems take it, "
                          "1 to M")  # fmt: skip

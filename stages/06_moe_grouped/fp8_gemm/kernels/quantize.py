@@ -22,6 +22,9 @@ ROWS = 8  # of a CTA of blocks_1x128; vectors per thread of the tensor kernels
 ROWS_SWIGLU = 4  # of a CTA of swiglu_1x128
 THREADS_1X128, THREADS_ROW, THREADS_TENSOR = 128, 256, 256
 MOST_HELD = 8  # vectors of a row that a thread keeps in registers
+ENTRIES = {  # of quantize.cu
+    "tensor": ("tensor_amax", "tensor_cast"), "row": ("whole_rows",), "128x128": ("blocks_128x128",), "1x128": ("blocks_1x128",),
+}  # fmt: skip
 
 
 @functools.cache
@@ -29,6 +32,17 @@ def kernel(entry: str, input_type: str, format_name: str, load_bytes: int, m_maj
     """The kernel for one kind of input. Rows, K, margin and power_of_two are arguments: they compile nothing."""
     constants = {"INPUT": input_type, "FORMAT": format_name, "LOAD_BYTES": load_bytes, "M_MAJOR": m_major, "HELD": held}
     return Kernel(FOLDER / "quantize.cu", entry, constants)
+
+
+def kernels_for(dtype: torch.dtype, recipe: str, format_name: str, k: int, width: int | None = None, m_major: bool = False) -> list[Kernel]:
+    """What quantises rows of k elements by one recipe, in the order of the launches. width as load_width gives it; by default that
+    of a tensor without gaps."""
+    size = dtype.itemsize
+    width = width or math.gcd(LOAD_BYTES, k * size)
+    held = 1
+    while recipe == "row" and held < MOST_HELD and THREADS_ROW * LOAD_BYTES // size * held < k:
+        held *= 2
+    return [kernel(entry, INPUT_TYPE[dtype], format_name, width, m_major, held) for entry in ENTRIES[recipe]]
 
 
 def check_arguments(x: torch.Tensor, recipe: str, margin: int, m_major: bool) -> None:
@@ -91,30 +105,23 @@ def quantize(x: torch.Tensor, recipe: str, format: Format | str = "e4m3", power_
 
 def _launch(x, recipe, fmt, largest, power_of_two, data, scale, transposed, m_major):
     rows, k = x.shape
-    input_type, vector = INPUT_TYPE[x.dtype], LOAD_BYTES // x.element_size()
-    lanes = BLOCK // vector
+    vector = LOAD_BYTES // x.element_size()
     if recipe == "tensor":
         x = x.detach().contiguous()
-        width, ctas = load_width(x, x.numel()), -(-x.numel() // (THREADS_TENSOR * vector * ROWS))
+        find_amax, cast = kernels_for(x.dtype, recipe, fmt.name, k, load_width(x, x.numel()))
+        ctas = -(-x.numel() // (THREADS_TENSOR * vector * ROWS))
         amax = torch.zeros(1, dtype=torch.float32, device=x.device)
-        kernel("tensor_amax", input_type, fmt.name, width)[ctas, THREADS_TENSOR](x, amax, x.numel())
-        cast = kernel("tensor_cast", input_type, fmt.name, width)
+        find_amax[ctas, THREADS_TENSOR](x, amax, x.numel())
         cast[ctas, THREADS_TENSOR](x, data, amax, scale, x.numel(), largest, power_of_two)
         return
     x, pitch = row_pitch(x)
-    width = load_width(x, pitch if rows > 1 else 0, k)
+    (run,) = kernels_for(x.dtype, recipe, fmt.name, k, load_width(x, pitch if rows > 1 else 0, k), m_major)
     if recipe == "row":
-        held = 1
-        while held < MOST_HELD and THREADS_ROW * vector * held < k:
-            held *= 2
-        run = kernel("whole_rows", input_type, fmt.name, width, held=held)
         run[rows, THREADS_ROW](x, data, scale, k, pitch, largest, power_of_two)
     elif recipe == "128x128":
-        run = kernel("blocks_128x128", input_type, fmt.name, width)
-        run[scale.numel(), lanes * BLOCK // ROWS](x, data, scale, rows, k, pitch, largest, power_of_two)
+        run[scale.numel(), BLOCK // vector * BLOCK // ROWS](x, data, scale, rows, k, pitch, largest, power_of_two)
     else:
-        run = kernel("blocks_1x128", input_type, fmt.name, width, m_major)[_grid_1x128(x, scale, ROWS), THREADS_1X128]
-        run(x, data, scale, transposed, rows, k, pitch, largest, power_of_two)
+        run[_grid_1x128(x, scale, ROWS), THREADS_1X128](x, data, scale, transposed, rows, k, pitch, largest, power_of_two)
 
 
 def _grid_1x128(x, scale, rows_of_group) -> int:

@@ -81,6 +81,10 @@ struct Tile {
   int group, x, y, x_end, y_end, k_block, k_end, split;
 };
 
+// The same for all lanes of a warp. They agree on it already; the shuffle tells the compiler, which then keeps it, loops over it and
+// the descriptors that follow from those in uniform registers.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+
 // Finds a CTA's tiles, first to last. All lanes of a warp call it together: in the grouped kinds each of them counts the tiles of
 // one group, 32 groups at a time, because the sizes of groups are known on the device only.
 struct Scheduler {
@@ -127,9 +131,8 @@ struct Scheduler {
       (Swapped ? y_tiles : x_tiles) = Swapped ? (size + BlockY - 1) / BlockY : (size + BlockX - 1) / BlockX;
     } else {
       const int per_group = x_tiles * y_tiles * Splits;
-      tile.group = index / per_group;
-      if (tile.group >= problem.groups) return false;
-      within = index % per_group;
+      if (index >= per_group * problem.groups) return false;
+      if constexpr (Problem == KGrouped) tile.group = index / per_group, within = index % per_group;
     }
     index += gridDim.x;
 
@@ -153,6 +156,7 @@ struct Scheduler {
     tile.k_block = tile.split * units / Splits * Unit, tile.k_end = min((tile.split + 1) * units / Splits * Unit, k_blocks);
     if constexpr (Problem == KGrouped)
       tile.k_block = begin(tile.group) / BlockK, tile.k_end = min((problem.ends[tile.group] + BlockK - 1) / BlockK, k_blocks);
+    if constexpr (Splits > 1 || Problem == KGrouped) tile.k_block = uniform(tile.k_block), tile.k_end = uniform(tile.k_end);
     return true;
   }
 };
@@ -273,8 +277,7 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
      int scale_y_group_stride, int scale_y_shift, int scale_y_row_stride, int scale_y_k_stride) {
   extern __shared__ u8 raw[];
   Shared& shared = *reinterpret_cast<Shared*>(raw);
-  // The shuffle tells the compiler that a warp's threads agree on it, so that descriptors stay in uniform registers.
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  const int warpgroup = uniform(threadIdx.x / 128), warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   const Arguments problem = {begins, ends, x_rows, y_rows, k, groups};
   const Scales of_x = {scale_x, scale_x_group_stride, scale_x_shift, scale_x_row_stride, scale_x_k_stride};
   const Scales of_y = {scale_y, scale_y_group_stride, scale_y_shift, scale_y_row_stride, scale_y_k_stride};

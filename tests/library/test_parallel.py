@@ -264,6 +264,37 @@ def test_packing_loses_nothing(recipe):
     assert parallel.unpack(parallel.pack(empty), 260, recipe, scaled.data.dtype).data.shape == (0, 260)
 
 
+def collectives_wait(rank, size):
+    """Names of the collectives that layers call, each asynchronous: only waiting for those raises, on NCCL."""
+    called = set()
+
+    def watched(name, real):
+        def call(*arguments, async_op=False, **options):
+            assert async_op, f"{name} is called without async_op"
+            called.add(name)
+            return real(*arguments, async_op=async_op, **options)
+
+        return call
+
+    names = ("all_reduce", "all_gather", "all_to_all_single", "broadcast")
+    originals = {name: getattr(dist, name) for name in names}
+    for name, real in originals.items():
+        setattr(dist, name, watched(name, real))
+    try:
+        x = random(8, 192).requires_grad_()
+        ColumnParallelLinear(192, 256, gather_output=True)(x).sum().backward()
+        RowParallelLinear(192, 256, input_is_parallel=False)(x).sum().backward()
+        ExpertParallelExperts(4, 192, 72, chunks=2)(x).sum().backward()
+    finally:
+        for name, real in originals.items():
+            setattr(dist, name, real)
+    return called == set(names)
+
+
+def test_every_collective_is_waited_for(pair):
+    assert pair.run(collectives_wait) == [True, True]
+
+
 # ---------------------------------------------------------------- the benchmark
 
 
@@ -276,12 +307,57 @@ def test_benchmark_records_what_it_measured(pair, tmp_path):
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["ranks"] == 2 and record["collectives"] == "gloo" and record["commit"]
     rows = {row["name"]: row for row in record["layers"]}
-    assert len(rows) == 6 and all(row["seconds"] > 0 and row["speedup"] > 0 for row in rows.values())
+    assert len(rows) == 10 and all(row["seconds"] > 0 and row["speedup"] > 0 for row in rows.values())
+    assert all(row["worst_row_error"] < 1e-2 for row in rows.values()) and rows["column-parallel Linear"]["bit_equal"]
     assert rows["column-parallel Linear"]["bytes_moved"] == {}
     assert rows["row-parallel Linear"]["bytes_moved"] == {"all_reduce": 2 * 64 * 256 * 2}
-    even = rows["expert-parallel Experts, even routing, 1 chunk"]["bytes_moved"]
-    assert even == {"dispatch": 64 * (256 + 8), "dispatch_in_bf16": 64 * 512, "combine": 64 * 512}  # half of 128 pairs travel
+    # Half of 128 pairs travel: of even routing, or with all tokens on one rank, or all of the second rank's 64 to the first.
+    half = {"counts": 2 * 2 * 4, "dispatch": 64 * (256 + 8), "dispatch_in_bf16": 64 * 512, "combine": 64 * 512}
+    for routing in ("even routing", "tokens on one rank", "one hot rank"):
+        assert rows[f"expert-parallel Experts, {routing}, 1 chunk"]["bytes_moved"] == half
+    assert bench_parallel.sent_bytes(rows["expert-parallel Experts, even routing, 1 chunk"]) == 16 + 64 * (256 + 8) + 64 * 512
     assert "1 rank ms" in bench_parallel.table(record["layers"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_benchmark_routings_are_what_their_names_say(ranks):
+    sizes, held = bench_parallel.SMALL, bench_parallel.SMALL.experts // ranks
+    found = bench_parallel.routings(sizes, ranks, "cpu", torch.Generator().manual_seed(0))
+    for ids, shares in found.values():
+        assert ids.shape == (sizes.tokens, sizes.top_k) and sum(shares) == sizes.tokens and len(shares) == ranks
+        ordered = ids.sort(dim=1).values
+        assert not ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()  # the experts of a token differ
+    count = lambda name: torch.bincount(found[name][0][found[name][0] >= 0], minlength=sizes.experts)  # noqa: E731
+    assert len(count("even routing").unique()) == 1
+    assert count("skewed routing")[0] == count("skewed routing").max() > count("skewed routing")[-1]
+    assert not count("one hot rank")[held:].any() and count("one hot rank")[:held].all()
+    assert found["tokens on one rank"][1] == [sizes.tokens] + [0] * (ranks - 1)
+
+
+def measure_a_wrong_row(rank, size):
+    """One row of the last rank is off; every rank hears of it."""
+    right = random(64, 32)
+    wrong = right.clone()
+    wrong[5] *= 1.02 if rank == size - 1 else 1
+    case = bench_parallel.Case("wrong", lambda: right, lambda: wrong, lambda y: y, lambda: None, {})
+    with refused(RuntimeError, "wrong: a row differs", "0.02", "nothing was timed"):
+        bench_parallel.measure(case, torch.device("cpu"), bench_parallel.SMALL)
+
+
+def test_benchmark_times_nothing_wrong(pair):
+    pair.run(measure_a_wrong_row)
+
+
+def bench_failure(rank, size):
+    bench_parallel.FAILURE_TIMEOUT = datetime.timedelta(seconds=2)
+    return bench_parallel.failure(torch.device("cpu"))
+
+
+def test_benchmark_records_how_a_failure_is_seen(pair):
+    first, last = pair.run(bench_failure)
+    assert last["raised"] == "ValueError" and "x has shape (8, 100)" in last["message"]
+    assert first["raised"] == "RuntimeError" and "all_to_all failed on rank 0 of 2" in first["message"]
+    assert first["seconds"] < 2 + 10
 
 
 def test_benchmark_says_how_to_start_it(capsys):

@@ -33,7 +33,11 @@ def _place(group) -> tuple[int, int]:
 
 
 def _collective(name: str, group, call: Callable):
-    """call(), its failure told in terms of the group."""
+    """call(), its failure told in terms of the group.
+
+    Collectives are started with async_op=True and waited for. Others return before they are done (NCCL's, since torch 2.8),
+    and the next thing that waits for the device would hang, TORCH_NCCL_BLOCKING_WAIT or not, where this wait raises.
+    """
     try:
         return call()
     except RuntimeError as error:  # of which DistBackendError is one
@@ -45,7 +49,7 @@ def _collective(name: str, group, call: Callable):
 
 def _all_reduce(x: torch.Tensor, group) -> torch.Tensor:
     """The sum over ranks, in x's place."""
-    _collective("all_reduce", group, lambda: dist.all_reduce(x, group=group))
+    _collective("all_reduce", group, lambda: dist.all_reduce(x, group=group, async_op=True).wait())
     return x
 
 
@@ -53,7 +57,7 @@ def _all_gather_last(x: torch.Tensor, group) -> torch.Tensor:
     """(…, n) of each rank to (…, size · n), in the order of ranks."""
     _, size = _place(group)
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(size)]
-    _collective("all_gather", group, lambda: dist.all_gather(parts, x.contiguous(), group=group))
+    _collective("all_gather", group, lambda: dist.all_gather(parts, x.contiguous(), group=group, async_op=True).wait())
     return torch.cat(parts, dim=-1)
 
 
@@ -309,7 +313,8 @@ class ExpertParallelExperts(Experts):
                          device=device, dtype=dtype, held=held)  # fmt: skip
         self.group, self.chunks, self.held, self.ranks = group, chunks, held, size
         if router:
-            _collective("broadcast", group, lambda: dist.broadcast(self.router.detach(), group=group, group_src=0))
+            _collective("broadcast", group, lambda: dist.broadcast(
+                self.router.detach(), group=group, group_src=0, async_op=True).wait())  # fmt: skip
 
     @classmethod
     def from_experts(cls, layer: Experts, group=None, *, chunks: int = 1) -> "ExpertParallelExperts":
@@ -358,10 +363,11 @@ class ExpertParallelExperts(Experts):
         """Where the rows of each chunk go and come from: one exchange of counts, one wait for the device."""
         counts = torch.stack([p.counts.view(self.ranks, self.held) for p in permutations], dim=1)  # (ranks, chunks, held)
         others = torch.empty_like(counts)
-        _collective("all_to_all", self.group, lambda: dist.all_to_all_single(others, counts, group=self.group))
+        _collective("all_to_all", self.group, lambda: dist.all_to_all_single(
+            others, counts, group=self.group, async_op=True).wait())  # fmt: skip
         sizes = torch.stack([counts.sum(2), others.sum(2)]).tolist()  # of both directions: [rank][chunk]
-        return [_Trip(Routes([of_rank[chunk] for of_rank in sizes[0]], [of_rank[chunk] for of_rank in sizes[1]]), others[:, chunk])
-                for chunk in range(len(permutations))]  # fmt: skip
+        sent, received = ([[of_rank[chunk] for of_rank in direction] for chunk in range(len(permutations))] for direction in sizes)
+        return [_Trip(Routes(*routes), others[:, chunk]) for chunk, routes in enumerate(zip(sent, received))]
 
     def _send(self, x, permutation, trip, precision, recorded) -> Callable[[], torch.Tensor]:
         """Send a chunk's rows. Returns what waits for the rows of other ranks and gives them: packed, if FP8 and not recorded."""

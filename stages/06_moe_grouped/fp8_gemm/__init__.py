@@ -33,12 +33,13 @@ from fp8_gemm.quantize import (
     swiglu_quantize,
 )
 from fp8_gemm.routing import RoutingReport, routing_report, validate_groups
+from fp8_gemm.tune import Tuned, tune
 
 __all__ = [
     "BACKENDS", "E4M3", "E5M2", "Explanation", "Format", "GroupedTensor", "GroupedWeight", "Operands", "Problem",
-    "RoutingReport", "ScaledTensor", "dequantize", "describe", "explain", "format_of", "gemm", "grouped_gemm", "k_grouped_gemm",
-    "masked_gemm", "quantize", "quantize_grouped", "quantize_k_grouped", "routing_report", "swiglu_quantize", "validate_groups",
-    "warmup",
+    "RoutingReport", "ScaledTensor", "Tuned", "dequantize", "describe", "explain", "format_of", "gemm", "grouped_gemm", "k_grouped_gemm",
+    "masked_gemm", "quantize", "quantize_grouped", "quantize_k_grouped", "routing_report", "swiglu_quantize", "tune",
+    "validate_groups", "warmup",
 ]  # fmt: skip
 __version__ = "0.1.0"
 

@@ -1,7 +1,8 @@
-"""python -m fp8_gemm smoke | warmup | explain
+"""python -m fp8_gemm smoke | warmup | tune | explain
 
 smoke    is this machine set up right: versions, architecture, numbers, speed, and the fix for what is wrong; under 20 s
-warmup   compile ahead of time for a list of shapes
+warmup   compile ahead of time for a list of shapes; without a GPU for an H200, into the cache alone
+tune     time the most promising plans of a list of shapes on this GPU, and keep the fastest for later runs
 explain  what a shape would run, and why
 """
 
@@ -16,6 +17,7 @@ import torch
 from fp8_gemm import dispatch, gemm, grouped_gemm, k_grouped_gemm, masked_gemm
 from fp8_gemm.problem import KINDS, RECIPE_PAIRS, Problem
 from fp8_gemm.quantize import ScaledTensor, quantize, quantize_grouped
+from fp8_gemm.tune import tune
 from hopperlab import capability
 from hopperlab.reference import error_bound, matmul_exact
 
@@ -187,17 +189,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m fp8_gemm", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("smoke", "warmup", "explain"):
+    for name in ("smoke", "warmup", "tune", "explain"):
         command = commands.add_parser(name)
-        command.add_argument("--backend", choices=dispatch.BACKENDS)
-        command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+        if name != "tune":
+            command.add_argument("--backend", choices=dispatch.BACKENDS)
+        command.add_argument("--device", help="cuda, cuda:1, cpu; by default the GPU if there is one")
         if name != "smoke":
             command.add_argument("shapes", nargs="+", type=_shape, help="MxNxK, or NxK for the usual M")
             command.add_argument("--kind", choices=KINDS, default="dense")
             command.add_argument("--groups", type=int, default=1)
             command.add_argument("--recipe", nargs=2, metavar=("A", "B"), default=None, help="1x128 128x128, row row, …")
+        if name == "tune":
+            command.add_argument("--expected-m", type=int, help="rows of a group that count, for --kind masked; by default all M")
     options = parser.parse_args(arguments)
-    device = torch.device(options.device)
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if options.command == "smoke":
         return 0 if smoke(device, options.backend) else 1
     recipe = options.recipe or (("1x128", "1x128") if options.kind == "k_grouped" else ("1x128", "128x128"))
@@ -205,8 +210,16 @@ def main(arguments: list[str] | None = None) -> int:
                  "interval": 128 if recipe[0] == "1x128" else None}  # fmt: skip
     if options.kind == "k_grouped":
         described["out_dtype"] = torch.float32
+    if options.command == "tune":
+        try:
+            for problem in dispatch.problems_of(options.shapes, **described):  # one by one: each takes seconds
+                print(tune([problem], device=options.device, expected_m=options.expected_m)[0], flush=True)
+        except (RuntimeError, ValueError) as error:
+            print(f"python -m fp8_gemm tune: {error}", file=sys.stderr)
+            return 1
+        return 0
     if options.command == "warmup":
-        explanations = dispatch.warmup(options.shapes, device=device, backend=options.backend, **described)
+        explanations = dispatch.warmup(options.shapes, device=options.device, backend=options.backend, **described)
     else:
         problems = dispatch.problems_of(options.shapes, **described)
         explanations = [dispatch.explain(problem, device=device, backend=options.backend) for problem in problems]

@@ -64,7 +64,8 @@ class Tuned:
     def __str__(self) -> str:
         p = self.problem
         groups = "" if p.kind == "dense" else f", {p.groups} groups"
-        lines = [f"{p.kind} GEMM, M = {p.m}, N = {p.n}, K = {p.k}{groups}: {self.seconds * 1e6:.1f} µs, the best of {self.timed} plans"]
+        lines = [f"{p.kind} GEMM, M = {p.m}, N = {p.n}, K = {p.k}{groups}: {self.seconds * 1e6:.1f} µs, the best of {self.timed} "
+                 "plans"]  # fmt: skip
         if self.plan == self.model_plan:
             lines.append(f"  the model's own: {cut(self.plan)}")
         else:
@@ -89,7 +90,9 @@ def cut(chosen: Plan) -> str:
     return str(chosen).split("; predicted")[0]
 
 
-def tune(shapes: Iterable, *, device: torch.device | str | None = None, expected_m: int | None = None, **description) -> list[Tuned]:
+def tune(
+    shapes: Iterable, *, device: torch.device | str | None = None, expected_m: int | None = None, **description
+) -> list[Tuned]:
     """Time the most promising plans of each shape on this GPU, and keep the fastest for later calls and later processes.
 
     shapes       Problems, or (M, N, K), or (N, K): then M = 1, 16, 64, 128, 512 and 4096, as warmup takes them
@@ -114,7 +117,8 @@ def tune(shapes: Iterable, *, device: torch.device | str | None = None, expected
 
 def _check_tunable(problem: Problem, expected_m: int | None) -> None:
     if 0 in (problem.m, problem.n, problem.k):
-        raise ValueError(f"shapes holds M, N, K = {problem.m}, {problem.n}, {problem.k}; nothing is multiplied, so nothing can be tuned")
+        raise ValueError(f"shapes holds M, N, K = {problem.m}, {problem.n}, {problem.k}; nothing is multiplied, so nothing can be "
+                         "tuned")  # fmt: skip
     if expected_m is not None and (problem.kind != "masked" or not 1 <= expected_m <= problem.m):
         raise ValueError(f"expected_m is {expected_m} for a {problem.kind} problem with M = {problem.m}; only masked problems take it, "
                          "1 to M")  # fmt: skip
@@ -200,7 +204,7 @@ def _check_same_result(problem: Problem, model: Plan, fastest: Plan, operand_set
     for chosen in (model, fastest):
         operand_set[1].zero_()
         _calls(problem, chosen, [operand_set])[0]()
-        results.append(operand_set[1].float())
+        results.append(operand_set[1].to(torch.float32, copy=True))  # the next call writes over it
     difference = float((results[0] - results[1]).abs().max() / results[0].abs().max())
     if not difference <= LARGEST_DIFFERENCE:  # NaN included
         raise RuntimeError(f"the outputs of the fastest plan and of the model's differ by {difference:.1e} of the largest, more than "

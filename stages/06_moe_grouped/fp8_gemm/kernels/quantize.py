@@ -34,9 +34,11 @@ def kernel(entry: str, input_type: str, format_name: str, load_bytes: int, m_maj
     return Kernel(FOLDER / "quantize.cu", entry, constants)
 
 
-def kernels_for(dtype: torch.dtype, recipe: str, format_name: str, k: int, width: int | None = None, m_major: bool = False) -> list[Kernel]:
-    """What quantises rows of k elements by one recipe, in the order of the launches. width as load_width gives it; by default that
-    of a tensor without gaps."""
+def kernels_for(
+    dtype: torch.dtype, recipe: str, format_name: str, k: int, width: int | None = None, m_major: bool = False
+) -> list[Kernel]:
+    """What quantises rows of k elements by one recipe, in the order of the launches. width as load_width gives it; by default
+    that of a tensor without gaps."""
     size = dtype.itemsize
     width = width or math.gcd(LOAD_BYTES, k * size)
     held = 1

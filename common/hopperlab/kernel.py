@@ -15,13 +15,15 @@ import ctypes
 import functools
 import math
 import re
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from hopperlab import compile as compiler
-from hopperlab.tensormap import TensorMap
+from hopperlab.tensormap import ALIGNMENT, TensorMap, encoded_at
 
 # Limits of compute capability 9.0 (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
 MAX_THREADS_PER_CTA = 1024
@@ -62,6 +64,7 @@ class Parameter:
     name: str
     type: str  # "u32", "f32", "u64" (also every pointer), "b8" for a struct
     bytes: int
+    alignment: int
 
 
 class Kernel:
@@ -95,10 +98,14 @@ class Kernel:
             raise ValueError(f'entry: {self.path.name} has no kernel "{self.entry}"; it has {entries}. '
                              'Is the function declared extern "C" __global__?')  # fmt: skip
         found = []
-        for item in re.finditer(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(\w+)(?:\[(\d+)\])?", match[1]):
-            size = int(re.sub(r"\D", "", item[1])) // 8 * int(item[3] or 1)
-            found.append(Parameter(item[2], item[1], size))
+        for item in re.finditer(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(\w+)(?:\[(\d+)\])?", match[1]):
+            element = int(re.sub(r"\D", "", item[2])) // 8
+            found.append(Parameter(item[3], item[2], element * int(item[4] or 1), int(item[1] or element)))
         return found
+
+    @functools.cached_property
+    def packing(self) -> Packing:
+        return Packing(self.parameters)
 
     def __getitem__(self, launch) -> functools.partial:
         if not isinstance(launch, tuple) or not 2 <= len(launch) <= 4:
@@ -146,15 +153,15 @@ class Kernel:
         return devices.pop()
 
     def _launch_on_gpu(self, device, arguments, grid, block, cluster, shared_bytes):
-        from cuda.bindings import driver
+        values = [self.value(argument, parameter) for argument, parameter in zip(arguments, self.parameters)]
+        self.prepare(device.index, grid, block, cluster, shared_bytes)(Arguments(self.packing, values))
 
-        function = self._loaded(device.index, shared_bytes)
-        values, types = zip(*(self._gpu_argument(a, p) for a, p in zip(arguments, self.parameters)))
-        config = _launch_config(grid, block, cluster, shared_bytes)
-        with torch.cuda.device(device):
-            config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
-            # Not cuda.core.launch: it takes no tensor map made by cuTensorMapEncodeTiled.
-            _checked(driver.cuLaunchKernelEx(config, function, (values, types), 0), f"launching {self.entry}")
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 - kernels live as long as the process
+    def prepare(self, device_index: int, grid, block, cluster=(1, 1, 1), shared_bytes: int = 0) -> GpuLaunch:
+        """This kernel, loaded, with one launch configuration on one GPU: for callers that launch it again and again."""
+        grid, block, cluster = _dim3("grid", grid), _dim3("block", block), _dim3("cluster", cluster)
+        _check_launch(grid, block, cluster, shared_bytes)
+        return GpuLaunch(self, device_index, grid, block, cluster, shared_bytes)
 
     @functools.cache  # noqa: B019 - kernels live as long as the process
     def _loaded(self, device_index: int, shared_bytes: int):
@@ -178,24 +185,103 @@ class Kernel:
         return object_code_class.from_cubin(self.compiled.cubin)
 
     @staticmethod
-    def _gpu_argument(argument, parameter: Parameter):
-        """(value, ctypes type) as cuLaunchKernelEx takes them; the type of a tensor map is None."""
+    def value(argument, parameter: Parameter) -> int | float | bytes:
+        """One argument as Arguments takes it, for a GPU. Raises TypeError or OverflowError if the parameter cannot hold it."""
         if isinstance(argument, torch.Tensor):
             if parameter.type not in ("u64", "b64"):
                 raise TypeError(f"{parameter.name} is {parameter.type}, not a pointer; a tensor was given")
-            return argument.data_ptr(), ctypes.c_void_p
+            return argument.data_ptr()
         if isinstance(argument, TensorMap):
-            return argument.encode(), None
+            return encoded_at(argument.layout, argument.address)
         if isinstance(argument, (bool, int, float)):
             kind = _SCALAR_TYPES[parameter.type]
-            if kind not in (ctypes.c_float, ctypes.c_double):
-                if not isinstance(argument, int):
-                    raise TypeError(f"{parameter.name} is {parameter.type}; got the float {argument}, an integer is needed")
-                bits = 8 * ctypes.sizeof(kind)  # PTX declares int as u32: both ranges are right
-                if not -(2 ** (bits - 1)) <= argument < 2**bits:
-                    raise OverflowError(f"{parameter.name} is {parameter.type}; {argument} does not fit in {bits} bits")
-            return kind(argument).value, kind
+            if kind in (ctypes.c_float, ctypes.c_double):
+                return float(argument)
+            if not isinstance(argument, int):
+                raise TypeError(f"{parameter.name} is {parameter.type}; got the float {argument}, an integer is needed")
+            bits = 8 * ctypes.sizeof(kind)  # PTX declares int as u32: both ranges are right
+            if not -(2 ** (bits - 1)) <= argument < 2**bits:
+                raise OverflowError(f"{parameter.name} is {parameter.type}; {argument} does not fit in {bits} bits")
+            return argument % 2**bits
         raise TypeError(f"{parameter.name}: got {type(argument).__name__}, allowed are tensors, TensorMap, int, float, bool")
+
+
+class Packing:
+    """Where each parameter of a kernel lies in one block of memory, aligned as the kernel declares it, and the format (of
+    :mod:`struct`) of the whole: the parameters, then the array of their addresses that the driver reads."""
+
+    def __init__(self, parameters: Sequence[Parameter]):
+        self.offsets, parts, end = [], ["<"], 0
+        for parameter in parameters:
+            padding = -end % parameter.alignment
+            parts.append(f"{padding}x{_code(parameter)}")
+            self.offsets.append(end + padding)
+            end += padding + parameter.bytes
+        self.table = end + -end % 8
+        parts.append(f"{self.table - end}x{len(parameters)}Q")
+        self.format = struct.Struct("".join(parts))
+
+
+def _code(parameter: Parameter) -> str:
+    if parameter.type in _SCALAR_TYPES and parameter.bytes == ctypes.sizeof(_SCALAR_TYPES[parameter.type]):
+        floats = {"f32": "f", "f64": "d"}  # integers unsigned, as Kernel.value gives them
+        return floats.get(parameter.type) or {1: "B", 2: "H", 4: "I", 8: "Q"}[parameter.bytes]
+    return f"{parameter.bytes}s"
+
+
+class Arguments:
+    """The arguments of a launch, packed for the driver. Never changed afterwards: while one thread is inside the launch, which
+    gives up Python's lock, others may launch with the same. The driver has copied them when the launch returns."""
+
+    __slots__ = ("address", "memory")
+
+    def __init__(self, packing: Packing, values: Sequence[int | float | bytes]):
+        self.memory = ctypes.create_string_buffer(packing.format.size + ALIGNMENT)
+        start = ctypes.addressof(self.memory)
+        first = start + -start % ALIGNMENT
+        packing.format.pack_into(self.memory, first - start, *values, *[first + offset for offset in packing.offsets])
+        self.address = first + packing.table
+
+
+class GpuLaunch:
+    """A loaded kernel with its launch configuration on one GPU. Calling it with Arguments launches on torch's current stream."""
+
+    __slots__ = ("configs", "device_index", "entry", "function", "shape", "start", "success")
+
+    def __init__(self, kernel: Kernel, device_index: int, grid, block, cluster, shared_bytes: int):
+        from cuda.bindings import driver
+
+        self.device_index, self.entry, self.shape = device_index, kernel.entry, (grid, block, cluster, shared_bytes)
+        self.function = kernel._loaded(device_index, shared_bytes)
+        self.configs = {}  # one per stream: a shared one, with the stream written into it, would be a race between threads
+        self.start, self.success = driver.cuLaunchKernelEx, driver.CUresult.CUDA_SUCCESS
+
+    def __call__(self, arguments: Arguments) -> None:
+        if torch.cuda.current_device() != self.device_index:
+            with torch.cuda.device(self.device_index):
+                return self(arguments)
+        stream = raw_stream(self.device_index)
+        config = self.configs.get(stream)
+        if config is None:
+            config = self.configs[stream] = _launch_config(*self.shape, stream)
+        # Not cuda.core.launch: it takes no tensor map made by cuTensorMapEncodeTiled.
+        status = self.start(config, self.function, arguments.address, 0)
+        if status[0] != self.success:
+            self._after_failure(status, config, arguments)
+
+    def _after_failure(self, status, config, arguments) -> None:
+        from cuda.bindings import driver
+        from cuda.core import Device
+
+        if status[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the first thing that this thread does with CUDA
+            Device(self.device_index).set_current()
+            status = self.start(config, self.function, arguments.address, 0)
+        _checked(status, f"launching {self.entry}")
+
+
+def raw_stream(device_index: int) -> int:
+    """The handle of torch's current stream. torch.cuda.current_stream makes an object around it, which takes 7 µs."""
+    return torch._C._cuda_getCurrentRawStream(device_index)
 
 
 def _checked(result, doing: str):
@@ -227,11 +313,11 @@ def _check_launch(grid, block, cluster, shared_bytes):
         raise ValueError(f"shared_bytes: got {shared_bytes}, allowed are 0 to {MAX_SHARED_BYTES} per CTA")
 
 
-@functools.lru_cache(maxsize=1024)
-def _launch_config(grid, block, cluster, shared_bytes):
+def _launch_config(grid, block, cluster, shared_bytes, stream):
     from cuda.bindings import driver
 
     config = driver.CUlaunchConfig()
+    config.hStream = driver.CUstream(stream)
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = block
     config.sharedMemBytes = shared_bytes

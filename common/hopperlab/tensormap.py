@@ -5,14 +5,17 @@ as the hardware counts: for a row-major (M, K) matrix, dimension 0 is K.  The li
 in the CUDA driver API.
 """
 
+import ctypes
+import functools
 import struct
 from dataclasses import dataclass, field
-from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 SWIZZLES = (0, 32, 64, 128)
-INTERLEAVE_NONE = 0
+BYTES = 128  # of an encoded map
+ALIGNMENT = 64  # of a map in memory
 _MAGIC = 0x70616D2D616D7431  # marks a map in simulated parameter memory
 
 # Element types of cuTensorMapEncodeTiled.  FP8 is copied as plain bytes.
@@ -109,11 +112,7 @@ class TensorMap:
                 )
             strides.append(step)
         address = tensor.data_ptr()
-        if address % 16:
-            raise ValueError(
-                f"tensor: its address {address:#x} is not a multiple of 16 bytes; TMA needs that. A view that starts "
-                "inside another tensor must start at a multiple of 16 bytes: copy it with .clone()."
-            )
+        _check_address(address)
         for d, (extent, stride) in enumerate(zip(box, element_strides)):
             if not 1 <= extent <= 256:
                 raise ValueError(
@@ -153,48 +152,99 @@ class TensorMap:
             total *= -(-extent // stride)
         return total
 
-    @cached_property
-    def _encoded(self):
-        from cuda.bindings import driver
-
-        # A map of rank 1 has no strides, but the driver refuses the null pointer that an empty list becomes.
-        strides = self.strides or (-(-self.dims[0] * self.element_bytes // 16) * 16,)
-
-        def name(enum, prefix, value):
-            return getattr(enum, f"{prefix}_{value}")
-
-        status, encoded = driver.cuTensorMapEncodeTiled(
-            name(driver.CUtensorMapDataType, "CU_TENSOR_MAP_DATA_TYPE", self.element_type),
-            self.rank,
-            self.address,
-            [driver.cuuint64_t(d) for d in self.dims],
-            [driver.cuuint64_t(s) for s in strides],
-            [driver.cuuint32_t(b) for b in self.box],
-            [driver.cuuint32_t(s) for s in self.element_strides],
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            name(driver.CUtensorMapSwizzle, "CU_TENSOR_MAP_SWIZZLE", f"{self.swizzle}B" if self.swizzle else "NONE"),
-            name(
-                driver.CUtensorMapL2promotion,
-                "CU_TENSOR_MAP_L2_PROMOTION",
-                f"L2_{self.l2_promotion}B" if self.l2_promotion else "NONE",
-            ),
-            name(
-                driver.CUtensorMapFloatOOBfill,
-                "CU_TENSOR_MAP_FLOAT_OOB_FILL",
-                "NAN_REQUEST_ZERO_FMA" if self.fill_nan else "NONE",
-            ),
-        )
-        if status != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"cuTensorMapEncodeTiled refused {self}: {status.name}")
-        return encoded
+    @property
+    def layout(self) -> "MapLayout":
+        """All of the map but the tensor's address."""
+        return MapLayout(
+            self.element_type, self.element_bytes, self.dims, self.strides, self.box, self.element_strides, self.swizzle,
+            self.fill_nan, self.l2_promotion,
+        )  # fmt: skip
 
     def encode(self):
         """The 128-byte opaque map for a GPU (cuda.bindings.driver.CUtensorMap). Needs the CUDA driver."""
-        return self._encoded
+        return _encode(self.layout, self.address)
 
     def simulator_bytes(self, index: int) -> bytes:
         """128 bytes that stand for map number index of a simulated launch."""
-        return struct.pack("<QQ", _MAGIC, index).ljust(128, b"\0")
+        return struct.pack("<QQ", _MAGIC, index).ljust(BYTES, b"\0")
+
+
+class MapLayout(NamedTuple):
+    """A checked map without its address: fields as in TensorMap. Tensors of one layout differ in nothing else."""
+
+    element_type: str
+    element_bytes: int
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    element_strides: tuple[int, ...]
+    swizzle: int
+    fill_nan: bool
+    l2_promotion: int
+
+
+@functools.lru_cache(maxsize=16384)
+def encoded_at(layout: MapLayout, address: int) -> bytes:
+    """The 128 bytes of a map for a tensor of this layout at an address, for a GPU. Needs the CUDA driver.
+
+    A pure function of its arguments, so what is kept for a tensor that is gone is right for the next one at its address.
+    Raises ValueError for an address that is no multiple of 16.
+    """
+    _check_address(address)
+    encoded = _encode(layout, address)  # owns the memory that is copied
+    return ctypes.string_at(encoded.getPtr(), BYTES)
+
+
+def _encode(layout: MapLayout, address: int):
+    from cuda.bindings import driver
+
+    before, after = _driver_arguments(layout)
+    status, encoded = driver.cuTensorMapEncodeTiled(*before, address, *after)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"cuTensorMapEncodeTiled refused {layout} at {address:#x}: {status.name}")
+    return encoded
+
+
+@functools.lru_cache(maxsize=1024)
+def _driver_arguments(layout: MapLayout) -> tuple[tuple, tuple]:
+    """Arguments of cuTensorMapEncodeTiled before the address and after it."""
+    from cuda.bindings import driver
+
+    # A map of rank 1 has no strides, but the driver refuses the null pointer that an empty list becomes.
+    strides = layout.strides or (-(-layout.dims[0] * layout.element_bytes // 16) * 16,)
+
+    def name(enum, prefix, value):
+        return getattr(enum, f"{prefix}_{value}")
+
+    return (
+        name(driver.CUtensorMapDataType, "CU_TENSOR_MAP_DATA_TYPE", layout.element_type),
+        len(layout.dims),
+    ), (
+        [driver.cuuint64_t(d) for d in layout.dims],
+        [driver.cuuint64_t(s) for s in strides],
+        [driver.cuuint32_t(b) for b in layout.box],
+        [driver.cuuint32_t(s) for s in layout.element_strides],
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        name(driver.CUtensorMapSwizzle, "CU_TENSOR_MAP_SWIZZLE", f"{layout.swizzle}B" if layout.swizzle else "NONE"),
+        name(
+            driver.CUtensorMapL2promotion,
+            "CU_TENSOR_MAP_L2_PROMOTION",
+            f"L2_{layout.l2_promotion}B" if layout.l2_promotion else "NONE",
+        ),
+        name(
+            driver.CUtensorMapFloatOOBfill,
+            "CU_TENSOR_MAP_FLOAT_OOB_FILL",
+            "NAN_REQUEST_ZERO_FMA" if layout.fill_nan else "NONE",
+        ),
+    )
+
+
+def _check_address(address: int) -> None:
+    if address % 16:
+        raise ValueError(
+            f"tensor: its address {address:#x} is not a multiple of 16 bytes; TMA needs that. A view that starts "
+            "inside another tensor must start at a multiple of 16 bytes: copy it with .clone()."
+        )
 
 
 def simulated_index(data: bytes) -> int | None:

@@ -337,6 +337,39 @@ def test_warmup_runs_every_kind_of_shape(kind, options):
         fp8_gemm.warmup([(1,)], device="cpu")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_warmup_without_a_gpu_fills_the_cache_for_an_h200(tmp_path, monkeypatch):
+    """What a call on an H200 compiles, quantisation of plain operands included, is then on disk: nothing compiles again."""
+    from fp8_gemm import kernels
+    from fp8_gemm.kernels import quantize as quantisers
+    from hopperlab import compile as compiler
+
+    monkeypatch.delenv("FP8_GEMM_BACKEND", raising=False)
+    monkeypatch.setenv("HOPPERLAB_CACHE", str(tmp_path))
+
+    def start_process():
+        kernels.kernel.cache_clear()
+        quantisers.kernel.cache_clear()
+
+    start_process()
+    shapes = [(16, 64, 256), Problem("masked", 8, 64, 256, 2), Problem("dense", 0, 4, 4),
+              Problem("dense", 16, 64, 256, out_dtype=torch.float8_e4m3fn)]  # fmt: skip
+    first = fp8_gemm.warmup(shapes)
+    assert all(e.backend == "cuda" and e.plan.num_sms == 132 and "compiled for an H200" in str(e) for e in first)
+    assert first[3].problem.out_dtype == torch.float32
+    assert len(list((tmp_path / "entries").rglob("*/*"))) == 4  # three GEMM kernels; the casts are one file
+
+    start_process()
+    monkeypatch.setattr(compiler, "_nvrtc", lambda *arguments: pytest.fail("compiled again"))
+    made = kernels.kernel(tuple(kernels.constants_of(first[0].problem, first[0].plan).items()))
+    assert made.compiled.cubin
+    for recipe in ("1x128", "128x128"):
+        assert all(one.compiled.cubin for one in quantisers.kernels_for(torch.bfloat16, recipe, "e4m3", 256))
+    with pytest.raises(pytest.fail.Exception, match="compiled again"):
+        assert quantisers.kernels_for(torch.float32, "1x128", "e4m3", 256)[0].compiled.cubin
+    assert fp8_gemm.warmup([(16, 64, 256)], backend="reference")[0].backend == "reference"
+
+
 # ---------------------------------------------------------------- importing
 
 

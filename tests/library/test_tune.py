@@ -22,8 +22,9 @@ tuning = import_module("fp8_gemm.tune")
 GPU = torch.device("cuda", 0)
 DENSE = Problem("dense", 100, 512, 1024)
 PROBLEMS = [
-    DENSE, Problem("dense", 4096, 4096, 7168), Problem("dense", 1, 2112, 7168, bias=True), Problem("contiguous", 512, 256, 512, 8),
-    Problem("masked", 64, 256, 512, 4), Problem("k_grouped", 256, 128, 1024, 4, "1x128", "1x128", out_dtype=torch.float32),
+    DENSE, Problem("dense", 4096, 4096, 7168), Problem("dense", 1, 2112, 7168, bias=True),
+    Problem("contiguous", 512, 256, 512, 8), Problem("masked", 64, 256, 512, 4),
+    Problem("k_grouped", 256, 128, 1024, 4, "1x128", "1x128", out_dtype=torch.float32),
     Problem("dense", 300, 512, 1024, 1, "tensor", "row", interval=None),
 ]  # fmt: skip
 
@@ -76,7 +77,9 @@ def test_the_second_pass_decides():
     def measure(plans, rounds):
         passes.append((len(plans), rounds))
         lucky = {others[10]: 1e-6, others[3]: 2e-6, others[4]: 2.1e-6}
-        return {one: lucky.get(one, 5e-6) for one in plans} if len(passes) == 1 else {one: 3e-6 - 1e-6 * (one == others[4]) for one in plans}
+        if len(passes) == 1:
+            return {one: lucky.get(one, 5e-6) for one in plans}
+        return {one: 2e-6 if one == others[4] else 3e-6 for one in plans}
 
     fastest, seconds, timed = tuning.search(DENSE, 132, measure)
     assert fastest == others[4] and timed == 24 and passes == [(24, 3), (4, 11)] and model in seconds
@@ -132,7 +135,8 @@ def test_what_was_tuned_is_found_by_this_process_and_the_next(gpu):
     (done,) = fp8_gemm.tune([DENSE])
     assert done.plan == promising(DENSE, 132, 24)[5] and done.seconds == 10e-6 and done.model_seconds == 20e-6
     assert done.path.is_file() and gpu in done.path.parents and "NVIDIA-H200_132sms_" in str(done.path)
-    assert all(words in str(done) for words in ("10.0 µs, the best of 24 plans", "the model's takes 20.0 µs", f"kept in {done.path}"))
+    for words in ("10.0 µs, the best of 24 plans", "the model's takes 20.0 µs", f"kept in {done.path}"):
+        assert words in str(done)
     for _ in range(2):
         assert plan(DENSE, 132, **tuning.lookup(DENSE, GPU)) == done.plan
         start_process()
@@ -150,10 +154,9 @@ def test_tuning_again_replaces_the_entry(gpu, monkeypatch):
 def test_neighbours_share_an_entry_and_others_do_not(gpu):
     fp8_gemm.tune([DENSE])  # M = 100, rounded up to 104
     assert tuning.lookup(replace(DENSE, m=97), GPU) == tuning.lookup(DENSE, GPU) is not None
-    for other in (replace(DENSE, m=96), replace(DENSE, m=105), replace(DENSE, n=513), replace(DENSE, k=1000), replace(DENSE, bias=True),
-                  replace(DENSE, out_dtype=torch.float32), replace(DENSE, format_b="e5m2"), replace(DENSE, recipe_b="1x128"),
-                  replace(DENSE, accumulate=True)):  # fmt: skip
-        assert tuning.lookup(other, GPU) is None, other
+    for change in ({"m": 96}, {"m": 105}, {"n": 513}, {"k": 1000}, {"bias": True}, {"accumulate": True}, {"format_b": "e5m2"},
+                   {"recipe_b": "1x128"}, {"out_dtype": torch.float32}):  # fmt: skip
+        assert tuning.lookup(replace(DENSE, **change), GPU) is None, change
     assert tuning.lookup(DENSE, torch.device("cpu")) is None  # the simulator's plans are the model's
 
 
@@ -170,7 +173,8 @@ def test_every_field_of_a_problem_is_in_its_name():
 def test_buckets():
     assert [tuning.bucket(m) for m in (1, 8, 9, 128, 129, 144, 145, 256, 257, 4096, 4097)] == [
         8, 8, 16, 128, 144, 144, 160, 256, 288, 4096, 4608]  # fmt: skip
-    assert all(m <= tuning.bucket(m) <= max(m + 7, 1.125 * m) and tuning.bucket(tuning.bucket(m)) == tuning.bucket(m) for m in range(1, 5000))
+    for m in range(1, 5000):
+        assert m <= tuning.bucket(m) <= max(m + 7, 1.125 * m) and tuning.bucket(tuning.bucket(m)) == tuning.bucket(m)
 
 
 def test_another_gpu_or_other_kernels_have_another_table(gpu, monkeypatch):
@@ -248,7 +252,8 @@ def test_a_crash_while_writing_leaves_the_old_entry(gpu, monkeypatch):
 def test_many_processes_and_threads_write_at_once(gpu):
     """Each entry is whole whenever it is read, and none is lost."""
     script = (
-        "import sys, torch; from importlib import import_module; from fp8_gemm import Problem; t = import_module('fp8_gemm.tune')\n"
+        "import sys, torch; from importlib import import_module; from fp8_gemm import Problem\n"
+        "t = import_module('fp8_gemm.tune')\n"
         "t.machine = lambda index: ('NVIDIA H200', 132)\n"
         "entry = t.Entry({'swap_ab': False, 'block_m': 64, 'block_n': 64, 'split_k': 1}, 1e-6)\n"
         "for i in range(50): t._store(Problem('dense', 8, 8, 128), torch.device('cuda', 0), entry)\n"
@@ -277,7 +282,7 @@ def test_many_processes_and_threads_write_at_once(gpu):
 
 
 @pytest.mark.parametrize("shapes, options, words", [
-    ([(0, 8, 128)], {}, ["shapes", "0, 8, 128", "nothing can be tuned"]),
+    ([(0, 8, 128)], {}, ["shapes", "0 x 8 x 128", "nothing can be tuned"]),
     ([(8, 8, 128)], {"expected_m": 4}, ["expected_m is 4", "masked"]),
     ([Problem("masked", 8, 8, 128, 2)], {"expected_m": 9}, ["expected_m is 9", "1 to M"]),
     ([(8,)], {}, ["(8,)", "(M, N, K)"]),

@@ -64,8 +64,8 @@ class Tuned:
     def __str__(self) -> str:
         p = self.problem
         groups = "" if p.kind == "dense" else f", {p.groups} groups"
-        lines = [f"{p.kind} GEMM, M = {p.m}, N = {p.n}, K = {p.k}{groups}: {self.seconds * 1e6:.1f} µs, the best of {self.timed} "
-                 "plans"]  # fmt: skip
+        shape = f"{p.kind} GEMM, M = {p.m}, N = {p.n}, K = {p.k}{groups}"
+        lines = [f"{shape}: {self.seconds * 1e6:.1f} µs, the best of {self.timed} plans"]
         if self.plan == self.model_plan:
             lines.append(f"  the model's own: {cut(self.plan)}")
         else:
@@ -117,11 +117,10 @@ def tune(
 
 def _check_tunable(problem: Problem, expected_m: int | None) -> None:
     if 0 in (problem.m, problem.n, problem.k):
-        raise ValueError(f"shapes holds M, N, K = {problem.m}, {problem.n}, {problem.k}; nothing is multiplied, so nothing can be "
-                         "tuned")  # fmt: skip
+        raise ValueError(f"shapes holds {problem.m} x {problem.n} x {problem.k}: nothing is multiplied, so nothing can be tuned")
     if expected_m is not None and (problem.kind != "masked" or not 1 <= expected_m <= problem.m):
-        raise ValueError(f"expected_m is {expected_m} for a {problem.kind} problem with M = {problem.m}; only masked problems take it, "
-                         "1 to M")  # fmt: skip
+        raise ValueError(f"expected_m is {expected_m} for a {problem.kind} problem with M = {problem.m}; only masked problems "
+                         "take it, 1 to M")  # fmt: skip
 
 
 def _hopper(device: torch.device | str | None) -> torch.device:
@@ -207,8 +206,9 @@ def _check_same_result(problem: Problem, model: Plan, fastest: Plan, operand_set
         results.append(operand_set[1].to(torch.float32, copy=True))  # the next call writes over it
     difference = float((results[0] - results[1]).abs().max() / results[0].abs().max())
     if not difference <= LARGEST_DIFFERENCE:  # NaN included
-        raise RuntimeError(f"the outputs of the fastest plan and of the model's differ by {difference:.1e} of the largest, more than "
-                           f"rounding explains; nothing is kept. Please report it.\nfastest: {fastest}\nmodel:   {model}")  # fmt: skip
+        raise RuntimeError(f"the outputs of the fastest plan and of the model's differ by {difference:.1e} of the largest, more "
+                           f"than rounding explains; nothing is kept. Please report it.\nfastest: {fastest}\n"
+                           f"model:   {model}")  # fmt: skip
 
 
 # ---------------------------------------------------------------- the table
@@ -228,8 +228,9 @@ def bucket(size: int) -> int:
 def name_of(problem: Problem) -> str:
     """The name of a problem in the table: all that decides its plan, with the dimension of tokens rounded up."""
     m, k = (problem.m, bucket(problem.k)) if problem.kind == "k_grouped" else (bucket(problem.m), problem.k)
-    parts = [problem.kind, f"{m}x{problem.n}x{k}", f"{problem.groups}groups", problem.recipe_a, problem.recipe_b, problem.format_a,
-             problem.format_b, str(problem.out_dtype).removeprefix("torch."), f"interval{problem.interval or 0}"]  # fmt: skip
+    parts = [problem.kind, f"{m}x{problem.n}x{k}", f"{problem.groups}groups", problem.recipe_a, problem.recipe_b,
+             problem.format_a, problem.format_b, str(problem.out_dtype).removeprefix("torch."),
+             f"interval{problem.interval or 0}"]  # fmt: skip
     return "_".join(parts + ["bias"] * problem.bias + ["accumulate"] * problem.accumulate)
 
 
@@ -306,18 +307,20 @@ def _parse(content) -> Entry:
         raise ValueError("it has no overrides")
     overrides, seconds = content["overrides"], content.get("seconds")
     if set(overrides) != set(OVERRIDES) or any(type(overrides[name]) is not kind for name, kind in OVERRIDES.items()):
-        raise ValueError(f"overrides is {overrides}; it must hold {', '.join(f'{k}: {v.__name__}' for k, v in OVERRIDES.items())}")
+        wanted = ", ".join(f"{name}: {kind.__name__}" for name, kind in OVERRIDES.items())
+        raise ValueError(f"overrides is {overrides}; it must hold {wanted}")
     if not isinstance(seconds, (int, float)) or not seconds > 0:
         raise ValueError(f"seconds is {seconds!r}; it must be a positive number")
     return Entry(overrides, float(seconds))
 
 
 def _warn(path: Path, what: str) -> None:
-    warnings.warn(f"the tuned plan {path} {what}; the model's plan is used. Delete the file, or tune the shape again", stacklevel=2)
+    warnings.warn(f"the tuned plan {path} {what}; the model's plan is used. Delete the file, or tune the shape again",
+                  stacklevel=2)  # fmt: skip
 
 
 def _store(problem: Problem, device: torch.device, entry: Entry) -> Path | None:
-    """Put an entry into this process's table and onto the disk. Returns the file; None, with a warning, if it cannot be written."""
+    """Put an entry into this process's table and onto the disk. Returns the file; None, with a warning, if it cannot be."""
     folder, name = table_folder(device.index), name_of(problem)
     _table(folder)[name] = entry
     path = folder / f"{name}.json"
@@ -333,7 +336,7 @@ def _store(problem: Problem, device: torch.device, entry: Entry) -> Path | None:
             os.unlink(temporary)
             raise
     except OSError as error:
-        warnings.warn(f"the tuned plan could not be stored in {folder} ({error}); it holds for this process only. Set HOPPERLAB_CACHE "
-                      "to a directory that can be written", stacklevel=2)  # fmt: skip
+        warnings.warn(f"the tuned plan could not be stored in {folder} ({error}); it holds for this process only. Set "
+                      "HOPPERLAB_CACHE to a directory that can be written", stacklevel=2)  # fmt: skip
         return None
     return path

@@ -1,5 +1,6 @@
 """python -m fp8_gemm: smoke, warmup, explain."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -7,9 +8,11 @@ import time
 
 import pytest
 import torch
+from helpers import calc_diff
 
 import fp8_gemm
 from fp8_gemm import __main__ as program
+from hopperlab import bench
 
 
 def run(capsys, *arguments):
@@ -96,3 +99,28 @@ def test_the_environment_variable_is_obeyed(capsys, monkeypatch):
 def test_speed_is_not_invented_without_a_gpu():
     assert program.speed(torch.device("cpu"), None).ok is None
     assert fp8_gemm.explain(fp8_gemm.Problem("dense", 1, 1, 1)).seconds is None
+
+
+@pytest.mark.parametrize("fp8, bf16, backend, ok", [
+    (1e-4, 1.8e-4, None, True), (2e-4, 1.8e-4, None, False), (2e-4, 1.8e-4, "cuda", False), (2e-4, 1.8e-4, "triton", None),
+])  # fmt: skip
+def test_speed_is_judged_beside_bf16(monkeypatch, fp8, bf16, backend, ok):
+    monkeypatch.setattr(program, "_seconds", lambda *arguments: (fp8, bf16))
+    monkeypatch.setattr(program.capability, "has_hopper", lambda: True)
+    finding = program.speed(torch.device("cuda"), backend)
+    assert finding.ok is ok and finding.found == f"4096³: FP8 {2 * 4096**3 / fp8 / 1e12:.0f} TFLOP/s, bf16 through torch 764"
+
+
+def test_speed_is_measured_as_the_benchmarks_measure(monkeypatch):
+    """Both calls go to bench.measure, which takes graphs, warm-up and medians, and compute the same product."""
+    seen = {}
+
+    def measure(candidates, rounds):
+        for name, (call,) in candidates.items():
+            seen[name] = call().float().clone()
+        return {name: bench.Timing(seconds, [seconds] * rounds, 1) for name, seconds in (("fp8", 1.0), ("bf16", 2.0))}
+
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    assert program._seconds(torch.device("cpu"), "reference", 128) == (1.0, 2.0)
+    assert 0 < calc_diff(seen["fp8"], seen["bf16"]) < 2e-3

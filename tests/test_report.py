@@ -32,6 +32,12 @@ def test_the_readme_shows_the_record():
     assert shown == report.ladder_markdown(RECORD), "run: make docs"
 
 
+def test_the_page_on_parallel_layers_shows_the_record():
+    text = (stage.root() / "docs" / "parallel.md").read_text()
+    shown = re.search(r"<!-- parallel:begin -->\n(.*?)\n<!-- parallel:end -->", text, re.S)[1]
+    assert shown == report.parallel_markdown(report.published(report.PARALLEL)), "run: make docs"
+
+
 def test_update_readme_replaces_only_what_lies_between_the_marks(tmp_path):
     path = tmp_path / "README.md"
     path.write_text("before\n<!-- ladder:begin -->\nold\n<!-- ladder:end -->\nafter\n")

@@ -19,6 +19,7 @@ from hopperlab import bench, capability, stage, telemetry
 
 PACKAGES = ("torch", "triton", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-ml-py", "numpy", "sgl-deep-gemm")
 LADDER = "ladder.json"
+PARALLEL = "08_parallel.json"
 COLORS = {"cuda": "#76b900", "triton": "#7a5cc4", "peer": "#9aa0a6"}
 
 
@@ -168,13 +169,46 @@ def ladder_markdown(record: dict) -> str:
     return "\n".join([*lines, "", f"*{shape}, bf16 out. {_origin(record)}. Written by `make docs` from docs/results/{LADDER}.*"])
 
 
+def sent_bytes(row: dict) -> int:
+    """What all ranks together send in one call of a layer of a parallel record."""
+    return sum(count for name, count in row["bytes_moved"].items() if name != "dispatch_in_bf16")
+
+
+def parallel_markdown(record: dict | None) -> str:
+    """Layers on one GPU and on several, for docs/parallel.md."""
+    if record is None:
+        return "Not recorded yet."
+    lines = ["| layer | one GPU, ms | all, ms | times faster | collectives alone | MB sent | bits |",
+             "| --- | ---: | ---: | ---: | ---: | ---: | --- |"]  # fmt: skip
+    for row in record["layers"]:
+        bits = "equal" if row["bit_equal"] else f"worst row off by {row['worst_row_error']:.0e}"
+        lines.append(f"| {row['name']} | {row['seconds_one_rank'] * 1e3:.3f} | {row['seconds'] * 1e3:.3f} | {row['speedup']:.2f} | "
+                     f"{row['communication_seconds'] / row['seconds']:.0%} | {sent_bytes(row) / 1e6:.1f} | {bits} |")  # fmt: skip
+    sizes = ", ".join(f"{name} {value}" for name, value in record["sizes"].items() if name != "rounds")
+    lines += ["", f"*{record['ranks']} GPUs, {record['collectives']}; {sizes}. {_origin(record)}. Written by `make docs` from "
+              f"docs/results/{PARALLEL}.*"]  # fmt: skip
+    if "failure" in record:
+        seen = record["failure"]
+        lines += ["", f"With a timeout of {seen['timeout_seconds']:.0f} s, a rank that failed made the first one raise {seen['raised']} "
+                  f"after {seen['seconds']:.1f} s."]  # fmt: skip
+    return "\n".join(lines)
+
+
 def update_readme(path: Path, record: dict) -> bool:
     """Replace the table between the ladder marks of a Markdown file. Returns whether the file changed."""
+    return write_between(path, "ladder", ladder_markdown(record))
+
+
+def write_between(path: Path, mark: str, content: str) -> bool:
+    """Replace what lies between <!-- mark:begin --> and <!-- mark:end --> in a Markdown file. Returns whether it changed.
+
+    Raises ValueError for a file without these lines.
+    """
     text = path.read_text()
-    pattern = re.compile(r"(<!-- ladder:begin -->\n).*?(<!-- ladder:end -->)", re.S)
+    pattern = re.compile(rf"(<!-- {mark}:begin -->\n).*?(<!-- {mark}:end -->)", re.S)
     if not pattern.search(text):
-        raise ValueError(f"{path} has no <!-- ladder:begin --> and <!-- ladder:end --> lines to write between")
-    new = pattern.sub(lambda match: match[1] + ladder_markdown(record) + "\n" + match[2], text)
+        raise ValueError(f"{path} has no <!-- {mark}:begin --> and <!-- {mark}:end --> lines to write between")
+    new = pattern.sub(lambda match: match[1] + content + "\n" + match[2], text)
     path.write_text(new)
     return new != text
 
@@ -243,9 +277,9 @@ def write_docs() -> list[str]:
     root, record = stage.root(), published()
     if record is None:
         return [f"nothing to write: docs/results/{LADDER} does not exist. Run `hopperlab run --record docs/results/{LADDER}` on a Hopper GPU."]
-    written = []
     update_readme(root / "README.md", record)
-    written.append("README.md")
+    write_between(root / "docs" / "parallel.md", "parallel", parallel_markdown(published(PARALLEL)))
+    written = ["README.md", "docs/parallel.md"]
     for name, plot in (("ladder.png", plot_ladder), ("roofline.png", plot_roofline)):
         path = root / "docs" / "plots" / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,16 +1,34 @@
-"""The user guide's snippets run, in order, on this machine."""
+"""Snippets of the documentation run, each page's in order, on this machine, and print what the page says they print."""
 
 import re
 
+import pytest
+
 from hopperlab import stage
 
+DOCS = stage.root() / "docs"
+# A snippet, and the text block right behind it, if there is one: what it prints.
+SNIPPET = re.compile(r"^```python\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?", re.M | re.S)
+PAGES = sorted(path.name for path in DOCS.glob("*.md") if SNIPPET.search(path.read_text()))
 
-def test_every_snippet_of_the_guide_runs(capsys):
-    guide = (stage.root() / "docs" / "library.md").read_text()
-    snippets = re.findall(r"^```python\n(.*?)^```$", guide, re.M | re.S)
-    assert len(snippets) > 10
-    names: dict = {}
-    for snippet in snippets:
-        exec(compile(snippet, "docs/library.md", "exec"), names)
-    printed = capsys.readouterr().out
-    assert "offsets[4] is 47; a has M = 20" in printed  # the last one shows an error
+
+def test_the_pages_for_users_have_snippets():
+    assert set(PAGES) >= {"library.md", "parallel.md"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_snippet_runs(page, capsys, monkeypatch):
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    text = (DOCS / page).read_text()
+    names: dict = {"__name__": f"docs/{page}"}
+    for found in SNIPPET.finditer(text):
+        line = text[: found.start()].count("\n") + 1
+        exec(compile("\n" * line + found[1], f"docs/{page}", "exec"), names)  # errors name the page's own lines
+        printed = capsys.readouterr().out
+        assert found[2] in (None, printed), f"docs/{page}, line {line}, prints:\n{printed}"
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", (DOCS / page).read_text()):
+        assert (DOCS / target).exists(), f"docs/{page} links to {target}"

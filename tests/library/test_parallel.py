@@ -15,6 +15,7 @@ from fp8_gemm import bench_parallel, parallel, quantize
 from fp8_gemm.monitor import Monitor
 from fp8_gemm.nn import Experts, Linear, Recipe
 from fp8_gemm.parallel import ColumnParallelLinear, ExpertParallelExperts, RowParallelLinear
+from hopperlab import report
 
 BF16, FP32 = torch.bfloat16, torch.float32
 EXACT = Recipe(batch_invariant=True)  # a row's bits do not depend on what else is in the batch
@@ -315,8 +316,11 @@ def test_benchmark_records_what_it_measured(pair, tmp_path):
     half = {"counts": 2 * 2 * 4, "dispatch": 64 * (256 + 8), "dispatch_in_bf16": 64 * 512, "combine": 64 * 512}
     for routing in ("even routing", "tokens on one rank", "one hot rank"):
         assert rows[f"expert-parallel Experts, {routing}, 1 chunk"]["bytes_moved"] == half
-    assert bench_parallel.sent_bytes(rows["expert-parallel Experts, even routing, 1 chunk"]) == 16 + 64 * (256 + 8) + 64 * 512
+    assert report.sent_bytes(rows["expert-parallel Experts, even routing, 1 chunk"]) == 16 + 64 * (256 + 8) + 64 * 512
     assert "1 rank ms" in bench_parallel.table(record["layers"])
+    shown = report.parallel_markdown({**record, "telemetry": {"sm_clock_mhz": {"median": 1}, "power_w": {"max": 2}},
+                                      "machine": {"name": "a card", "driver": "1"}})  # fmt: skip
+    assert all(f"| {name} |" in shown for name in rows) and "2 GPUs" in shown and "a card" in shown
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--record", type=Path, default=Path("results/parallel.json"), help="where rank 0 writes the record")
     parser.add_argument("--small", action="store_true", help="small sizes on GPUs too")
     parser.add_argument("--tokens", type=int, help="of all ranks together")
-    parser.add_argument("--failure", action="store_true", help="let the last rank fail at the end: does the first one raise in time?")
+    parser.add_argument("--failure", action="store_true", help="at the end let the last rank fail: does the first raise in time?")
     options = parser.parse_args(arguments)
     if "RANK" not in os.environ:
         parser.error("it needs several processes: python -m torch.distributed.run --nproc-per-node 2 -m fp8_gemm.bench_parallel")
@@ -146,9 +146,9 @@ def cases(sizes: Sizes, device: torch.device):
 def routings(sizes: Sizes, ranks: int, device, generator) -> dict[str, tuple[torch.Tensor, list[int]]]:
     """Experts of each token (tokens, k), and how many tokens each rank brings.
 
-    Even as can be · popularities of experts that fall like 1 / place, without repeats · every row to the first rank, whose
-    experts are as few as k or fewer (-1 then: dropped), so that the others multiply nothing · every token from the first rank,
-    so that the others bring none.
+    Even as can be · popularities of experts that fall like 1 / place, without repeats · every row to the first rank's experts,
+    so that the others multiply nothing (where it has fewer than k, tokens have so many, and -1) · every token from the first
+    rank, so that the others bring none.
     """
     tokens, experts, k = sizes.tokens, sizes.experts, sizes.top_k
     even = (torch.arange(tokens * k, device=device) % experts).view(tokens, k)
@@ -192,8 +192,8 @@ def measure(case: Case, device: torch.device, sizes: Sizes) -> dict:
         difference = _over_ranks(worst_row_error(got, want), device, dist.ReduceOp.MAX)
         equal = _over_ranks(float(torch.equal(got, want)), device, dist.ReduceOp.MIN) == 1
         if not difference < LARGEST_DIFFERENCE:
-            raise RuntimeError(f"{case.name}: a row differs from that of one rank alone by {difference:.2g} of its norm, more than "
-                               f"{LARGEST_DIFFERENCE:g}: nothing was timed")  # fmt: skip
+            raise RuntimeError(f"{case.name}: a row differs from that of one rank alone by {difference:.2g} of its norm, more "
+                               f"than {LARGEST_DIFFERENCE:g}: nothing was timed")  # fmt: skip
         del got, want
         alone, together, exchange = (seconds(call, device, sizes.rounds) for call in (case.alone, case.together, case.exchange))
     moved = {name: _over_ranks(count, device, dist.ReduceOp.SUM) for name, count in case.bytes_moved.items()}
@@ -256,18 +256,13 @@ def failure(device: torch.device) -> dict:
             "message": str(raised)[:300]}  # fmt: skip
 
 
-def sent_bytes(row: dict) -> int:
-    """What all ranks together send in one call of a layer."""
-    return sum(count for name, count in row["bytes_moved"].items() if name != "dispatch_in_bf16")
-
-
 def table(rows: list[dict]) -> str:
     """The record's layers as text. "moving": the collectives run alone, as a share of the layer's time; overlap hides some."""
     lines = [f"{'layer':<58}{'1 rank ms':>10}{'all ms':>9}{'faster':>8}{'moving':>8}{'MB sent':>9}  bits"]
     for row in rows:
         bits = "equal" if row["bit_equal"] else f"within {row['worst_row_error']:.0e}"
         lines.append(f"{row['name']:<58}{row['seconds_one_rank'] * 1e3:>10.3f}{row['seconds'] * 1e3:>9.3f}{row['speedup']:>7.2f}x"
-                     f"{row['communication_seconds'] / row['seconds']:>8.0%}{sent_bytes(row) / 1e6:>9.2f}  {bits}")  # fmt: skip
+                     f"{row['communication_seconds'] / row['seconds']:>8.0%}{report.sent_bytes(row) / 1e6:>9.2f}  {bits}")  # fmt: skip
     return "\n".join(lines)
 
 

@@ -366,8 +366,8 @@ class ExpertParallelExperts(Experts):
         _collective("all_to_all", self.group, lambda: dist.all_to_all_single(
             others, counts, group=self.group, async_op=True).wait())  # fmt: skip
         sizes = torch.stack([counts.sum(2), others.sum(2)]).tolist()  # of both directions: [rank][chunk]
-        sent, received = ([[of_rank[chunk] for of_rank in direction] for chunk in range(len(permutations))] for direction in sizes)
-        return [_Trip(Routes(*routes), others[:, chunk]) for chunk, routes in enumerate(zip(sent, received))]
+        sent, received = (list(zip(*direction)) for direction in sizes)  # by chunk
+        return [_Trip(Routes(*map(list, routes)), others[:, chunk]) for chunk, routes in enumerate(zip(sent, received))]
 
     def _send(self, x, permutation, trip, precision, recorded) -> Callable[[], torch.Tensor]:
         """Send a chunk's rows. Returns what waits for the rows of other ranks and gives them: packed, if FP8 and not recorded."""

@@ -136,6 +136,10 @@ class Operands:
     ends: torch.Tensor | None = None
     masked_m: torch.Tensor | None = None
 
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """(name, tensor) of those that are given."""
+        return [(name, tensor) for name in self.__slots__ if (tensor := getattr(self, name)) is not None]
+
 
 # The type each kind's operands must have, and what makes it.
 _OPERAND_TYPES = {
@@ -366,10 +370,14 @@ def check_out(problem: Problem, operands: Operands, out: torch.Tensor, name: str
     if out.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name} requires grad, but a result written in place has no gradient: pass {name}.detach(), or none")
     _check_out_layout(name, out.dtype, out.shape, out.stride(), problem)
-    start, end = _address_range(out)
-    for other in ("a", "b", "a_scale", "b_scale", "bias", "offsets", "ends", "masked_m"):
-        tensor = getattr(operands, other)
-        if tensor is not None and start < end and tensor.data_ptr() < end and _address_range(tensor)[1] > start:
+    inputs = {other: (tensor.data_ptr(), bytes_spanned(tensor)) for other, tensor in operands.named()}
+    check_disjoint(name, out.data_ptr(), bytes_spanned(out), inputs)
+
+
+def check_disjoint(name: str, start: int, size: int, inputs: dict[str, tuple[int, int]]) -> None:
+    """Refuse an output of ``size`` bytes at ``start`` that overlaps an input, (address, bytes) by name. Raises ValueError."""
+    for other, (other_start, other_size) in inputs.items():
+        if size and other_start < start + size and start < other_start + other_size:
             raise ValueError(f"{name} shares memory with {other}, which the kernel reads while it writes {name}: "
                              f"pass {name}=torch.empty(...) of its own")  # fmt: skip
 
@@ -390,13 +398,12 @@ def _check_out_layout(name: str, dtype: torch.dtype, shape: torch.Size, strides:
         extent = max(extent, size * stride)
 
 
-def _address_range(x: torch.Tensor) -> tuple[int, int]:
+def bytes_spanned(x: torch.Tensor) -> int:
     """From the first element to after the last. Views that interleave count as shared memory."""
-    start = x.data_ptr()
     if x.is_contiguous():
-        return start, start + x.nbytes
+        return x.nbytes
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
-    return start, start + (last + 1) * x.element_size() * (x.numel() > 0)
+    return (last + 1) * x.element_size() * (x.numel() > 0)
 
 
 def check_group_values(

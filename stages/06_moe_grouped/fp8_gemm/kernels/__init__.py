@@ -2,14 +2,16 @@
 simulator, bit for bit alike."""
 
 import functools
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from fp8_gemm.plan import BLOCK_K, PANEL_ROWS, Plan, panel_bytes, plan, shared_bytes, stores_by_tma, vector_scales
-from fp8_gemm.problem import Operands, Problem
-from hopperlab.kernel import Kernel
-from hopperlab.tensormap import TensorMap
+from fp8_gemm.problem import Operands, Problem, bytes_spanned, check_disjoint
+from hopperlab.kernel import Arguments, Kernel, raw_stream, zeros_on_gpu
+from hopperlab.tensormap import TensorMap, encoded_at
 
 SOURCE = Path(__file__).with_name("gemm.cu")
 KINDS = {"dense": "Dense", "contiguous": "Contiguous", "masked": "Masked", "k_grouped": "KGrouped"}
@@ -31,8 +33,12 @@ def run(problem: Problem, operands: Operands, out: torch.Tensor, **overrides) ->
         from fp8_gemm import reference_backend  # nothing to multiply: zeros, bias, what was there
 
         return reference_backend.run(problem, operands, out)
-    sms = _sms(out.device.index) if out.is_cuda else SMS_OF_AN_H200
-    launch(problem, plan(problem, sms, **overrides), operands, out)
+    launch(problem, plan_for(problem, out.device, **overrides), operands, out)
+
+
+def plan_for(problem: Problem, device: torch.device, **overrides) -> Plan:
+    """The plan of a call on this device; on a CPU, where the simulator runs it, as for an H200."""
+    return plan(problem, _sms(device.index) if device.type == "cuda" else SMS_OF_AN_H200, **overrides)
 
 
 @functools.cache
@@ -54,31 +60,50 @@ def constants_of(problem: Problem, chosen: Plan) -> dict:
 
 def launch(problem: Problem, chosen: Plan, operands: Operands, out: torch.Tensor) -> None:
     """Run one plan. Nothing here reads a tensor's values, so nothing waits for the GPU."""
-    a = (problem.m, operands.a, operands.a_scale, problem.recipe_a)
-    b = (problem.n, operands.b, operands.b_scale, problem.recipe_b)
-    (x_rows, x, *x_scales), (y_rows, y, *y_scales) = (b, a) if chosen.swap_ab else (a, b)
-    x_map = TensorMap.tiled(_for_tma(x), box=(BLOCK_K, chosen.block_x, 1), swizzle=128)
-    panel = panel_bytes(chosen, problem)
-    by_tma = stores_by_tma(chosen, problem)
-    d_map = x_map
-    if by_tma:
-        d_map = TensorMap.tiled(_three_dimensions(out), box=(panel // out.element_size(), PANEL_ROWS, 1), swizzle=panel)
+    a, b = _for_tma(operands.a), _for_tma(operands.b)
+    if a is not operands.a or b is not operands.b:
+        operands = replace(operands, a=a, b=b)
+    if out.is_cuda:
+        o = operands
+        groups = o.masked_m if problem.kind == "masked" else o.offsets
+        return prepare(problem, chosen, operands, out)(o.a, o.a_scale, o.b, o.b_scale, o.bias, groups, o.ends, out)
+    x_scale, y_scale = _sides(chosen, operands.a_scale, operands.b_scale)
     begins, ends = _group_ends(problem, operands)
     nothing = operands.a_scale  # a pointer that the kernel does not follow
     partials = finished = nothing
     if chosen.splits > 1:
-        # Made per call: calls on other streams, and graphs that replay this one, must not share them.
-        tiles = chosen.tiles // chosen.splits * chosen.consumers
-        partials = torch.empty(tiles * chosen.splits * 128 * chosen.rounds * chosen.block_y // 2, dtype=torch.float32, device=out.device)
-        finished = torch.zeros(tiles, dtype=torch.int32, device=out.device)
-    constants = constants_of(problem, chosen)
-    run = kernel(tuple(constants.items()))[min(chosen.tiles_at_most(problem), chosen.num_sms), 128 * (1 + chosen.consumers), 1,
-                                           shared_bytes(chosen, problem)]  # fmt: skip
-    run(
-        x_map, TensorMap.tiled(_for_tma(y), box=(BLOCK_K, chosen.block_y, 1), swizzle=128), d_map,
-        x_scales[0], y_scales[0], nothing if operands.bias is None else operands.bias, begins, ends, out, partials, finished,
-        x_rows, y_rows, problem.k, problem.groups, problem.m, problem.n, *_scale_strides(*x_scales), *_scale_strides(*y_scales),
+        partials = torch.empty(_partial_sums(chosen), dtype=torch.float32)
+        finished = torch.zeros(_tile_counters(chosen), dtype=torch.int32)
+    return _kernel_of(problem, chosen)[_launch_shape(problem, chosen)](
+        *_tensor_maps(problem, chosen, operands, out), x_scale, y_scale, nothing if operands.bias is None else operands.bias, begins, ends,
+        out, partials, finished, *_numbers(problem, chosen, operands),
     )  # fmt: skip
+
+
+# ---- what gemm.cu's parameters are: three maps, eight pointers, numbers ------------------------------------------------
+
+
+def _sides(chosen: Plan, of_a, of_b) -> tuple:
+    """What belongs to X and to Y, of what belongs to A and to B."""
+    return (of_b, of_a) if chosen.swap_ab else (of_a, of_b)
+
+
+def _tensor_maps(problem: Problem, chosen: Plan, operands: Operands, out: torch.Tensor) -> tuple[TensorMap, TensorMap, TensorMap]:
+    """Of X, of Y and of D; where the threads store D its map is not used, and is X's."""
+    x, y = _sides(chosen, _three_dimensions(operands.a), _three_dimensions(operands.b))
+    x_map = TensorMap.tiled(x, box=(BLOCK_K, chosen.block_x, 1), swizzle=128)
+    y_map = TensorMap.tiled(y, box=(BLOCK_K, chosen.block_y, 1), swizzle=128)
+    if not stores_by_tma(chosen, problem):
+        return x_map, y_map, x_map
+    panel = panel_bytes(chosen, problem)
+    box = (panel // out.element_size(), PANEL_ROWS, 1)
+    return x_map, y_map, TensorMap.tiled(_three_dimensions(out), box=box, swizzle=panel)
+
+
+def _numbers(problem: Problem, chosen: Plan, operands: Operands) -> tuple[int, ...]:
+    x_rows, y_rows = _sides(chosen, problem.m, problem.n)
+    strides = _sides(chosen, _scale_strides(operands.a_scale, problem.recipe_a), _scale_strides(operands.b_scale, problem.recipe_b))
+    return x_rows, y_rows, problem.k, problem.groups, problem.m, problem.n, *strides[0], *strides[1]
 
 
 def _group_ends(problem: Problem, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,16 +114,146 @@ def _group_ends(problem: Problem, operands: Operands) -> tuple[torch.Tensor, tor
     return operands.offsets, operands.offsets[1:] if operands.ends is None else operands.ends
 
 
+def _kernel_of(problem: Problem, chosen: Plan) -> Kernel:
+    return kernel(tuple(constants_of(problem, chosen).items()))
+
+
+def _launch_shape(problem: Problem, chosen: Plan) -> tuple[int, int, int, int]:
+    """(CTAs, threads of each, CTAs of a cluster, bytes of shared memory)"""
+    return min(chosen.tiles_at_most(problem), chosen.num_sms), 128 * (1 + chosen.consumers), 1, shared_bytes(chosen, problem)
+
+
+def _partial_sums(chosen: Plan) -> int:
+    """FP32 numbers that the splits leave for the one that finishes last."""
+    return chosen.tiles * chosen.consumers * 128 * chosen.rounds * chosen.block_y // 2
+
+
+def _tile_counters(chosen: Plan) -> int:
+    return chosen.tiles // chosen.splits * chosen.consumers
+
+
+# ---- launching on a GPU again and again --------------------------------------------------------------------------------
+
+
+class Launch:
+    """One plan on one GPU for operands of one layout: all that does not change from call to call. Calling it launches."""
+
+    __slots__ = ("bytes", "chosen", "device", "gpu", "layouts", "numbers", "packing", "problem")
+
+    def __init__(self, problem: Problem, chosen: Plan, operands: Operands, out: torch.Tensor):
+        made = _kernel_of(problem, chosen)
+        self.problem, self.chosen, self.device = problem, chosen, out.device
+        self.layouts = [each.layout for each in _tensor_maps(problem, chosen, operands, out)]
+        numbers = _numbers(problem, chosen, operands)
+        self.numbers = [made.value(number, parameter) for number, parameter in zip(numbers, made.parameters[-len(numbers) :])]
+        self.bytes = {name: bytes_spanned(tensor) for name, tensor in (*operands.named(), ("out", out))}
+        self.gpu, self.packing = made.prepare(out.device.index, *_launch_shape(problem, chosen)), made.packing
+
+    def __call__(self, a, a_scale, b, b_scale, bias, groups, ends, out) -> None:
+        """groups: offsets, or masked_m. All tensors as in Operands."""
+        a_address, b_address = a.data_ptr(), b.data_ptr()
+        if (a_address | b_address) % 16:  # the layout is one that TMA can read, this address is not
+            masked = self.problem.kind == "masked"
+            return launch(self.problem, self.chosen, Operands(a, b, a_scale, b_scale, bias, None if masked else groups, ends,
+                                                              groups if masked else None), out)  # fmt: skip
+        partials = finished = None
+        if self.chosen.splits > 1:
+            _kept, partials, finished = self._workspace()  # kept until the kernel is in the stream
+        self.gpu(_packed(
+            self, a_address, a_scale.data_ptr(), b_address, b_scale.data_ptr(), None if bias is None else bias.data_ptr(),
+            None if groups is None else groups.data_ptr(), None if ends is None else ends.data_ptr(), out.data_ptr(), partials, finished,
+        ))  # fmt: skip
+
+    def _workspace(self) -> tuple[list[torch.Tensor], int, int]:
+        """(tensors to keep until the launch, address of room for partial sums, address of zeros to count finished splits in).
+
+        Room for sums is made per call: torch's allocator gives memory that the stream is done with, or, while a graph is captured,
+        memory of the graph. Counters must begin as zeros, and the kernel leaves them so: the last split of a tile resets its own. So
+        a stream keeps its own for ever. A graph gets zeros of its own, since its replays may run beside that stream's other work.
+        A launch that is refused counts nothing; a kernel that dies takes the whole context with it.
+        """
+        index, count = self.device.index, _tile_counters(self.chosen)
+        if torch.cuda.current_device() != index:
+            with torch.cuda.device(index):
+                return self._workspace()
+        partials = torch.empty(_partial_sums(self.chosen), dtype=torch.float32, device=self.device)
+        if count <= COUNTERS_OF_A_STREAM and not torch.cuda.is_current_stream_capturing():
+            address = _counters(index, raw_stream(index))
+            if address is not None:
+                return [partials], partials.data_ptr(), address
+        zeros = torch.zeros(count, dtype=torch.int32, device=self.device)
+        return [partials, zeros], partials.data_ptr(), zeros.data_ptr()
+
+
+@functools.lru_cache(maxsize=8192)  # about 2 KB each
+def _packed(launch: Launch, a: int, a_scale: int, b: int, b_scale: int, bias: int | None, groups: int | None, ends: int | None, out: int,
+            partials: int | None, finished: int | None) -> Arguments:  # fmt: skip
+    """The arguments of a launch with operands at these addresses, which in a loop of inference or training come again and again.
+
+    A pure function of addresses and layouts, as is what check_disjoint finds: so a call at known addresses checks nothing.
+    """
+    masked = launch.problem.kind == "masked"
+    inputs = {"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale, "bias": bias, "masked_m" if masked else "offsets": groups, "ends": ends}
+    check_disjoint("out", out, launch.bytes["out"], {name: (start, launch.bytes[name]) for name, start in inputs.items() if start})
+    if groups is None:
+        groups = ends = a_scale  # not followed, as bias, partials and finished where there are none
+    elif ends is None:
+        ends = groups if masked else groups + 4  # offsets[1:]
+    (x, y), (x_scale, y_scale) = _sides(launch.chosen, a, b), _sides(launch.chosen, a_scale, b_scale)
+    of_x, of_y, of_d = launch.layouts
+    x_map, y_map = encoded_at(of_x, x), encoded_at(of_y, y)
+    d_map = encoded_at(of_d, out) if stores_by_tma(launch.chosen, launch.problem) else x_map
+    return Arguments(launch.packing, [x_map, y_map, d_map, x_scale, y_scale, bias or a_scale, groups, ends, out, partials or a_scale,
+                                      finished or a_scale, *launch.numbers])  # fmt: skip
+
+
+_launches: dict[tuple, Launch] = {}
+MOST_LAUNCHES = 4096
+
+
+def prepare(problem: Problem, chosen: Plan, operands: Operands, out: torch.Tensor) -> Launch:
+    """The Launch for operands like these, whose a and b TMA can read."""
+    tensors = (operands.a, operands.a_scale, operands.b, operands.b_scale, out)
+    key = (kernel, problem, chosen, out.device, operands.ends is None, *[(tensor.shape, tensor.stride()) for tensor in tensors])
+    found = _launches.get(key)
+    if found is None:
+        if len(_launches) >= MOST_LAUNCHES:
+            _launches.clear()
+        found = _launches[key] = Launch(problem, chosen, operands, out)
+    return found
+
+
+# Counters of split tiles: so many for each stream, for the first streams of a GPU. Not torch's memory: torch.compile's graphs
+# refuse what stays alive in their pool.
+COUNTERS_OF_A_STREAM, STREAMS_WITH_COUNTERS = 4096, 64
+PER_THREAD_STREAM = 2  # cudaStreamPerThread: one handle, a stream for each thread
+_counters_lock = threading.Lock()
+
+
+def _counters(device_index: int, stream: int) -> int | None:
+    """The address of this stream's counters, zero whenever no split product runs there; None where streams are too many."""
+    addresses = _addresses(device_index)
+    if stream not in addresses and stream != PER_THREAD_STREAM:
+        with _counters_lock:
+            if stream not in addresses and len(addresses) < STREAMS_WITH_COUNTERS:
+                addresses[stream] = zeros_on_gpu(4 * COUNTERS_OF_A_STREAM, stream)
+    return addresses.get(stream)
+
+
+@functools.cache
+def _addresses(device_index: int) -> dict[int, int]:
+    return {}
+
+
 def _three_dimensions(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 3 else x[None]
 
 
 def _for_tma(data: torch.Tensor) -> torch.Tensor:
-    """FP8 data (rows, K) or (groups, rows, K) as TMA can read it: (groups, rows, K), every stride a multiple of 16 bytes.
+    """FP8 data (rows, K) or (groups, rows, K) as TMA can read it: every stride and the address a multiple of 16 bytes.
 
     Where it is not (K or a pitch that is no multiple of 16), a copy is made, padded with zeros, which add nothing.
     """
-    data = _three_dimensions(data)
     if data.stride(-1) == 1 and data.data_ptr() % 16 == 0 and not any(s % 16 for s, d in zip(data.stride()[:-1], data.shape) if d > 1):
         return data
     *leading, k = data.shape

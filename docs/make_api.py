@@ -13,7 +13,7 @@ MODULES = ("deep_gemm", "nn", "parallel", "monitor")  # beside fp8_gemm itself
 WIDTH = 110  # columns of a signature in one line
 HEAD = """# API reference
 
-Written by `make api` from the docstrings; edit those. How to use it all: [library.md](library.md).
+Written by `make api` from the docstrings; edit those. How to use it all: [library.md](library.md), [integration.md](integration.md).
 """
 
 

@@ -13,7 +13,7 @@ PAGES = sorted(path.name for path in DOCS.glob("*.md") if SNIPPET.search(path.re
 
 
 def test_the_pages_for_users_have_snippets():
-    assert set(PAGES) >= {"library.md", "integration.md", "parallel.md"}
+    assert set(PAGES) >= {"library.md", "integration.md", "tuning.md", "parallel.md"}
 
 
 @pytest.mark.parametrize("page", PAGES)

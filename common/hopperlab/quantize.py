@@ -98,9 +98,12 @@ class ScaledTensor:
             if self.scale.numel() == torch.Size(wanted).numel():
                 raise ValueError(f"{what}: the number of scales is right, pass scale.reshape({wanted})")
             raise ValueError(f"{what}: quantize(x, {self.recipe!r}) makes scales of that shape")
+        self._check_scale_strides()
+
+    def _check_scale_strides(self):
         if not self.scale.is_contiguous():
             raise ValueError(
-                f"scale has strides {self.scale.stride()} for shape {given}; it must be contiguous (row-major). "
+                f"scale has strides {self.scale.stride()} for shape {tuple(self.scale.shape)}; it must be contiguous (row-major). "
                 "A transposed view of a square scale has such strides: if it is one, pass the tensor it came from; "
                 "if entry [row block, K block] is already the right scale, pass scale.contiguous()"
             )

@@ -7,7 +7,7 @@ import torch
 from helpers import assert_right, calc_diff, ints, random, refused
 
 import fp8_gemm.deep_gemm as deep_gemm
-from fp8_gemm import ScaledTensor, gemm, quantize, quantize_grouped
+from fp8_gemm import GroupedTensor, ScaledTensor, dispatch, gemm, quantize, quantize_grouped
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -61,9 +61,17 @@ def test_weight_gradient_recipe_accumulates():
     assert torch.equal(d, gemm(a_scaled, b_scaled, out_dtype=FP32))
     deep_gemm.fp8_gemm_nt(m_major(a), m_major(b), c, c=c, recipe=(1, 1, 128))
     assert torch.equal(c, want)
-    c = random(6, 10)
+    for scales in (lambda x: x, lambda x: (x[0], x[1].t()), lambda x: (x[0], x[1].t().contiguous())):
+        c = random(6, 10)
+        deep_gemm.wgrad_gemm_fp8_fp8_fp32_nt(scales(a), scales(b), c)
+        assert torch.equal(c, want)
+
+
+def test_square_scales_of_a_weight_gradient_are_taken_as_rows_by_k_blocks():
+    a, b = token(3, 300), token(3, 300, seed=1)
+    c = torch.zeros(3, 3)
     deep_gemm.wgrad_gemm_fp8_fp8_fp32_nt(a, b, c)
-    assert torch.equal(c, want)
+    assert torch.equal(c, gemm(ScaledTensor(*a, "1x128"), ScaledTensor(*b, "1x128"), out_dtype=FP32))
 
 
 @pytest.mark.parametrize("scales", ["row-major", "M-major"])
@@ -142,6 +150,130 @@ def test_k_groups_as_a_weight_gradient(ks, accumulate):
         start += k
 
 
+def per_channel(ks, rows, seed):
+    """x (sum of ks, rows) cast per channel, and the same with each group transposed and flattened."""
+    data, scale = deep_gemm.per_channel_cast_to_fp8(random(sum(ks), rows, seed=seed))
+    groups = data.view(torch.uint8).split(ks)
+    return (data, scale), (torch.cat([group.t().flatten() for group in groups]).view(data.dtype), scale)
+
+
+@pytest.mark.parametrize("ks", [[128, 256], [0, 128, 0, 384]], ids=str)
+def test_k_groups_by_their_other_names(ks):
+    (a, flat_a), (b, flat_b) = per_channel(ks, 6, 0), per_channel(ks, 10, 1)
+    c = random(len(ks), 6, 10, seed=2)
+    want, got = torch.empty_like(c), torch.empty_like(c)
+    deep_gemm.k_grouped_fp8_gemm_nt_contiguous(flat_a, flat_b, want, ks, ints(*ks), c)
+    deep_gemm.k_grouped_fp8_gemm_tn_contiguous(a, b, got, ks, ints(*ks), c)
+    assert torch.equal(got, want)
+    deep_gemm.k_grouped_wgrad_gemm_fp8_fp8_fp32_nt(flat_a, flat_b, c, ks)
+    assert torch.equal(c, want)
+
+
+def test_first_weight_gradients_take_any_sizes():
+    sizes, m, n = [100, 0, 130, 128], 6, 10
+    x = [quantize(random(m, k, seed=k), "1x128") for k in sizes]
+    y = [quantize(random(n, k, seed=k + 1), "1x128") for k in sizes]
+
+    def flat(groups):
+        data = torch.cat([group.data.view(torch.uint8).flatten() for group in groups])
+        return data.view(torch.float8_e4m3fn), torch.cat([group.scale.t() for group in groups])
+
+    out = torch.ones(4, m, n)
+    deep_gemm.k_grouped_wgrad_gemm_fp8_fp8_fp32_nt(flat(x), flat(y), out, sizes)
+    for group, (a, b) in enumerate(zip(x, y)):
+        assert_right(out[group], a, b, c=torch.ones(m, n))
+
+
+# ---------------------------------------------------------------- scales are read where they lie
+
+
+def m_major_calls():
+    """name -> a function from an operand's scales to the result, and every scale that it passes on."""
+    a, b, row_b = token(20, 256), block(24, 256), token(24, 256, seed=1)
+    stack_a, stack_b = blocks(2, 12, 256), blocks(2, 24, 256)
+    stack_a = (stack_a[0], quantize_grouped(random(2, 12, 256, seed=1), "1x128").scale)
+    flat = [(torch.zeros(rows * 256).to(torch.float8_e4m3fn), torch.rand(2, rows) + 0.5) for rows in (8, 16)]
+    for data, _ in flat:
+        data.copy_(random(data.numel()))
+    new = lambda *shape, dtype=BF16: torch.zeros(*shape, dtype=dtype)  # noqa: E731
+
+    def dense(lay):
+        deep_gemm.fp8_gemm_nt(lay(a), lay(b), d := new(20, 24))
+        return d
+
+    def weight_gradient(lay):
+        deep_gemm.wgrad_gemm_fp8_fp8_fp32_nt(lay(a), lay(row_b), d := new(20, 24, dtype=FP32))
+        return d
+
+    def contiguous(lay):
+        indices = ints(*[0] * 9, *[1] * 11)
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(lay(a), lay(stack_b), d := new(20, 24), indices)
+        return d
+
+    def masked(lay):
+        deep_gemm.m_grouped_fp8_gemm_nt_masked(lay(stack_a), lay(stack_b), d := new(2, 12, 24), ints(12, 5), 8)
+        return d
+
+    def k_grouped(lay):
+        operands = lay(flat[0]), lay(flat[1])
+        deep_gemm.k_grouped_fp8_gemm_nt_contiguous(*operands, d := new(2, 8, 16, dtype=FP32), [128, 128], ints(128, 128))
+        return d
+
+    return {call.__name__: call for call in (dense, weight_gradient, contiguous, masked, k_grouped)}
+
+
+CALLS = m_major_calls()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_m_major_scales_reach_the_backend_as_they_are(monkeypatch, name):
+    """Same address, same strides: no copy is made of them."""
+    given, seen = [], []
+
+    def lay(operand):
+        given.append(m_major(operand)[1])
+        return operand[0], given[-1]
+
+    monkeypatch.setattr(dispatch, "run", lambda problem, operands, out, *rest, **options: seen.append(operands))
+    CALLS[name](lay)
+    passed = [seen[0].a_scale, seen[0].b_scale]
+    if name == "k_grouped":  # given (K blocks, rows)
+        given = [scale.t() for scale in given]
+    assert [(s.data_ptr(), s.shape, s.stride()) for s in passed] == [(s.data_ptr(), s.shape, s.stride()) for s in given]
+    assert not all(s.is_contiguous() for s in passed)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("backend", ["simulator", "reference"])
+def test_m_major_scales_give_the_bits_of_row_major_ones(monkeypatch, name, backend):
+    monkeypatch.setenv("FP8_GEMM_BACKEND", backend)
+    want = CALLS[name](lambda operand: operand)
+    assert want.any() and torch.equal(CALLS[name](m_major), want)
+    assert torch.equal(CALLS[name](lambda operand: operand), want)  # nothing remembers the other strides
+
+
+def test_strided_scales_are_taken_by_these_names_alone():
+    data, scale = token(5, 300)
+    with refused(ValueError, "scale has strides", "contiguous"):
+        ScaledTensor(data, deep_gemm.get_mn_major_tma_aligned_tensor(scale), "1x128")
+    stack = quantize_grouped(random(2, 5, 300), "1x128")
+    with refused(ValueError, "scale has strides", "contiguous"):
+        GroupedTensor(stack.data, deep_gemm.get_mn_major_tma_aligned_tensor(stack.scale), "1x128")
+
+
+def test_m_major_scales_are_traced():
+    a, b, d = m_major(token(4, 256)), block(8, 256), torch.empty(4, 8, dtype=BF16)
+    want = torch.empty_like(d)
+    deep_gemm.fp8_gemm_nt(a, b, want)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(a_data, a_scale, b_data, b_scale, d):
+        deep_gemm.fp8_gemm_nt((a_data, a_scale), (b_data, b_scale), d)
+        return d
+
+    assert torch.equal(compiled(*a, *b, d), want)
+
+
 # ---------------------------------------------------------------- helpers
 
 
@@ -197,6 +329,8 @@ def test_every_name_is_there_with_its_leading_arguments():
         "fp8_gemm_nt": "a b d c recipe", "m_grouped_fp8_gemm_nt_contiguous": "a b d grouped_layout recipe",
         "m_grouped_fp8_gemm_nt_masked": "a b d masked_m expected_m recipe",
         "k_grouped_fp8_gemm_nt_contiguous": "a b d ks ks_tensor c recipe",
+        "k_grouped_fp8_gemm_tn_contiguous": "a b d ks ks_tensor c recipe",
+        "k_grouped_wgrad_gemm_fp8_fp8_fp32_nt": "lhs rhs out batch_sizes",
         "gemm_fp8_fp8_bf16_nt": "lhs rhs out", "m_grouped_gemm_fp8_fp8_bf16_nt_contiguous": "lhs rhs out m_indices",
         "m_grouped_gemm_fp8_fp8_bf16_nt_masked": "lhs rhs out masked_m expected_m", "wgrad_gemm_fp8_fp8_fp32_nt": "lhs rhs out",
     }  # fmt: skip
@@ -234,9 +368,14 @@ K2 = (torch.zeros(4 * 256).to(torch.float8_e4m3fn), torch.ones(2, 4))
     (lambda: deep_gemm.k_grouped_fp8_gemm_nt_contiguous(K2, K2, torch.empty(2, 4, 4), [128, 128], ints(128)), ValueError,
      ["ks_tensor", "(2,)"]),
     (lambda: deep_gemm.k_grouped_fp8_gemm_nt_contiguous(K2, K2, torch.empty(2, 4, 4), [128, 128], ints(128, 128),
-                                                         recipe=(1, 128, 128))
-    ,
+                                                         recipe=(1, 128, 128)),
      ValueError, ["recipe is (1, 128, 128)"]),
+    (lambda: deep_gemm.k_grouped_fp8_gemm_tn_contiguous(K2, K2, torch.empty(2, 4, 4), [128, 128], ints(128, 128)), ValueError,
+     ["a[0] has shape (1024,)", "(256, 4)"]),
+    (lambda: deep_gemm.k_grouped_wgrad_gemm_fp8_fp8_fp32_nt(K2, K2, torch.empty(2, 4, 4), [128, -1]), ValueError,
+     ["batch_sizes[1] is -1", "0 and more"]),
+    (lambda: deep_gemm.k_grouped_wgrad_gemm_fp8_fp8_fp32_nt(K2, K2, torch.empty(1, 4, 4), [128, 128]), ValueError,
+     ["out has shape (1, 4, 4)", "batch_sizes 2 entries"]),
     (lambda: deep_gemm.get_mn_major_tma_aligned_tensor(torch.ones(3)), ValueError, ["sf", "(3,)", "(rows, K blocks)"]),
 ])  # fmt: skip
 def test_refusals_name_the_argument(call, error, words):

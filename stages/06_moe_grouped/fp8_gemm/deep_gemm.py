@@ -3,11 +3,14 @@
     import fp8_gemm.deep_gemm as deep_gemm      # instead of: import deep_gemm
 
 Operands are pairs (FP8 data, float32 scales); results are written to d. What differs: any backend runs them, the CPU included;
-any M, N, K and group sizes are right, so alignments are offered only because callers lay buffers out by them; scales of A may
-be row-major or as get_mn_major_tma_aligned_tensor makes them; the casts saturate and have no floor under the scale.
+any M, N, K and group sizes are right, so alignments are offered only because callers lay buffers out by them; scales may be
+row-major, as get_mn_major_tma_aligned_tensor makes them or in any other strides, and are read where they lie; the casts saturate
+and have no floor under the scale.
 The API followed is that of DeepGEMM 2.x, with the names of its first release as well. Errors are those of the library's own calls
 (TypeError, ValueError; RuntimeError for a backend that cannot) and name the argument.
 """
+
+import itertools
 
 import torch
 
@@ -23,10 +26,11 @@ __all__ = [
     "align", "calc_diff", "ceil_div", "fp8_gemm_nn", "fp8_gemm_nt", "fp8_gemm_tn", "fp8_gemm_tt", "fp8_m_grouped_gemm_nt_masked",
     "gemm_fp8_fp8_bf16_nt", "get_col_major_tma_aligned_tensor", "get_m_alignment_for_contiguous_layout",
     "get_mk_alignment_for_contiguous_layout", "get_mn_major_tma_aligned_tensor", "get_num_sms", "get_tma_aligned_size",
-    "k_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nn_contiguous", "m_grouped_fp8_gemm_nt_contiguous",
-    "m_grouped_fp8_gemm_nt_masked", "m_grouped_gemm_fp8_fp8_bf16_nt_contiguous", "m_grouped_gemm_fp8_fp8_bf16_nt_masked",
-    "per_block_cast_to_fp8", "per_channel_cast_to_fp8", "per_token_cast_to_fp8", "set_num_sms",
-    "transform_sf_into_required_layout", "wgrad_gemm_fp8_fp8_fp32_nt",
+    "k_grouped_fp8_gemm_nt_contiguous", "k_grouped_fp8_gemm_tn_contiguous", "k_grouped_wgrad_gemm_fp8_fp8_fp32_nt",
+    "m_grouped_fp8_gemm_nn_contiguous", "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked", 
+    "m_grouped_gemm_fp8_fp8_bf16_nt_contiguous", "m_grouped_gemm_fp8_fp8_bf16_nt_masked", "per_block_cast_to_fp8",
+    "per_channel_cast_to_fp8", "per_token_cast_to_fp8", "set_num_sms", "transform_sf_into_required_layout",
+    "wgrad_gemm_fp8_fp8_fp32_nt",
 ]  # fmt: skip
 
 Operand = tuple[torch.Tensor, torch.Tensor]
@@ -49,7 +53,7 @@ def fp8_gemm_nt(
     compiled_dims and disable_ue8m0_cast change nothing here: no size is compiled in, and SM90 scales stay float32.
     """
     recipe_of_b = _recipe_of_b(recipe, recipe_a, recipe_b)
-    operands = _matrix("a", a, "1x128"), _matrix("b", b, recipe_of_b)
+    operands = _matrix("a", a, "1x128", d), _matrix("b", b, recipe_of_b, d)
     gemm(*operands, c=c, out=d, out_dtype=_dtype("d", d), **_overrides(d))
 
 
@@ -74,7 +78,9 @@ def gemm_fp8_fp8_bf16_nt(lhs: Operand, rhs: Operand, out: torch.Tensor) -> None:
 
 
 def wgrad_gemm_fp8_fp8_fp32_nt(lhs: Operand, rhs: Operand, out: torch.Tensor) -> None:
-    """out (M, N) float32 += lhs · rhsᵀ, both scaled 1x128 along K."""
+    """out (M, N) float32 += lhs · rhsᵀ, both scaled 1x128 along K: scales (M or N, ceil(K/128)), or (ceil(K/128), M or N) as
+    per_channel_cast_to_fp8 makes them."""
+    lhs, rhs = (_k_blocks_last(*_pair(name, operand)) for name, operand in (("lhs", lhs), ("rhs", rhs)))
     fp8_gemm_nt(lhs, rhs, out, c=out, recipe=(1, 1, 128))
 
 
@@ -93,7 +99,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
 
     Raises as grouped_gemm does, and ValueError for a grouped_layout of another type or shape.
     """
-    activations, weights = _matrix("a", a, "1x128"), _stack("b", b, _recipe_of_b(recipe, recipe_a, recipe_b))
+    activations, weights = _matrix("a", a, "1x128", d), _stack("b", b, _recipe_of_b(recipe, recipe_a, recipe_b), d)
     if not use_psum_layout:
         grouped_gemm(activations, weights, indices=grouped_layout, out=d, out_dtype=_dtype("d", d), **_overrides(d))
         return
@@ -123,8 +129,8 @@ def m_grouped_fp8_gemm_nt_masked(
 
     expected_m, the rows a group usually has, is a hint that this library's plans do not need.
     """
-    weights = _stack("b", b, _recipe_of_b(recipe, recipe_a, recipe_b))
-    masked_gemm(_stack("a", a, "1x128"), weights, masked_m, out=d, out_dtype=_dtype("d", d), **_overrides(d))
+    weights = _stack("b", b, _recipe_of_b(recipe, recipe_a, recipe_b), d)
+    masked_gemm(_stack("a", a, "1x128", d), weights, masked_m, out=d, out_dtype=_dtype("d", d), **_overrides(d))
 
 
 def fp8_m_grouped_gemm_nt_masked(a, b, d, masked_m, expected_m, recipe=None, **options) -> None:
@@ -157,37 +163,105 @@ def k_grouped_fp8_gemm_nt_contiguous(
     Copies a and b into one (M, sum of ks): call k_grouped_gemm with that layout to save the copy. Raises ValueError for other
     recipes, sizes, shapes and strides than these.
     """
-    if tuple(recipe) != (1, 1, BLOCK) or use_psum_layout:
-        raise ValueError(f"recipe is {recipe} and use_psum_layout {use_psum_layout}; SM90 has (1, 1, 128) without it")
-    if d.dim() != 3 or d.shape[0] != len(ks):
-        raise ValueError(f"d has shape {tuple(d.shape)} and ks {len(ks)} entries; d must be (groups, M, N)")
-    for group, size in enumerate(ks):
-        if size < 0 or size % BLOCK:
-            raise ValueError(f"ks[{group}] is {size}; allowed are multiples of {BLOCK}: pad the group with zeros, or call "
-                             "k_grouped_gemm, which takes any sizes")  # fmt: skip
-    if tuple(ks_tensor.shape) != (len(ks),) or ks_tensor.dtype != torch.int32:
-        raise ValueError(f"ks_tensor is {ks_tensor.dtype} of shape {tuple(ks_tensor.shape)}; it must be int32 ({len(ks)},), "
-                         "ks on the device")  # fmt: skip
-    operands = [_k_groups(name, operand, rows, ks) for name, operand, rows in (("a", a, d.shape[1]), ("b", b, d.shape[2]))]
-    offsets = torch.nn.functional.pad(ks_tensor.cumsum(0), (1, 0)).int()
+    offsets = _k_offsets(d, ks, ks_tensor, recipe, use_psum_layout)
+    operands = [_k_groups(name, operand, rows, ks, d) for name, operand, rows in (("a", a, d.shape[1]), ("b", b, d.shape[2]))]
     k_grouped_gemm(*operands, offsets, c=c, out=d, out_dtype=_dtype("d", d), **_overrides(d))
 
 
-def _k_groups(name: str, operand: Operand, rows: int, ks: list[int]) -> ScaledTensor:
+def k_grouped_fp8_gemm_tn_contiguous(
+    a: Operand, b: Operand, d: torch.Tensor, ks: list[int], ks_tensor: torch.Tensor, c: torch.Tensor | None = None,
+    recipe: tuple[int, int, int] = (1, 1, 128), *, compiled_dims: str = "mn", use_psum_layout: bool = False,
+) -> None:  # fmt: skip
+    """As k_grouped_fp8_gemm_nt_contiguous with a (sum of ks, M) and b (sum of ks, N), as per_channel_cast_to_fp8 makes them.
+
+    FP8 wgmma reads along K, so both are transposed, one pass over their data; a transposed view of K-major data costs none.
+    """
+    offsets = _k_offsets(d, ks, ks_tensor, recipe, use_psum_layout)
+    operands = []
+    for name, operand, rows in (("a", a, d.shape[1]), ("b", b, d.shape[2])):
+        data, scale = _pair(name, operand)
+        if tuple(data.shape) != (sum(ks), rows):
+            raise ValueError(f"{name}[0] has shape {tuple(data.shape)}; it must be {(sum(ks), rows)}, sum of ks by columns of d")
+        _check_k_scales(name, scale, rows, sum(ks) // BLOCK)
+        k_major = data.view(torch.uint8).t().contiguous().view(data.dtype)  # bytes: not every torch can copy FP8 so
+        operands.append(_matrix(name, (k_major, scale.t()), "1x128", d))
+    k_grouped_gemm(*operands, offsets, c=c, out=d, out_dtype=_dtype("d", d), **_overrides(d))
+
+
+def k_grouped_wgrad_gemm_fp8_fp8_fp32_nt(lhs: Operand, rhs: Operand, out: torch.Tensor, batch_sizes: list[int]) -> None:
+    """out[g] (M, N) float32 += lhs[g] (M, batch_sizes[g]) · rhs[g] (N, batch_sizes[g])ᵀ, for each group, in one launch.
+
+    lhs, rhs     data flat, as in k_grouped_fp8_gemm_nt_contiguous; scales (sum of ceil(batch_sizes / 128), M or N)
+    batch_sizes  any sizes, 0 included, on the host: they are copied to the device, so a CUDA graph cannot hold this call
+
+    Copies lhs and rhs as k_grouped_fp8_gemm_nt_contiguous does. Raises ValueError for other sizes, shapes and strides.
+    """
+    _check_k_sizes(out, "out", batch_sizes, "batch_sizes", 1)
+    operands = [_k_groups(name, operand, rows, batch_sizes, out)
+                for name, operand, rows in (("lhs", lhs, out.shape[1]), ("rhs", rhs, out.shape[2]))]  # fmt: skip
+    ends = itertools.accumulate((align(size, BLOCK) for size in batch_sizes), initial=0)
+    offsets = torch.tensor(list(ends), dtype=torch.int32, device=out.device)
+    k_grouped_gemm(*operands, offsets, c=out, out=out, out_dtype=_dtype("out", out), **_overrides(out))
+
+
+def _k_offsets(d, ks, ks_tensor, recipe, use_psum_layout) -> torch.Tensor:
+    """Where each group of K begins, (G + 1,) int32, after the checks that both layouts share."""
+    if tuple(recipe) != (1, 1, BLOCK) or use_psum_layout:
+        raise ValueError(f"recipe is {recipe} and use_psum_layout {use_psum_layout}; SM90 has (1, 1, 128) without it")
+    _check_k_sizes(d, "d", ks, "ks", BLOCK)
+    if tuple(ks_tensor.shape) != (len(ks),) or ks_tensor.dtype != torch.int32:
+        raise ValueError(f"ks_tensor is {ks_tensor.dtype} of shape {tuple(ks_tensor.shape)}; it must be int32 ({len(ks)},), "
+                         "ks on the device")  # fmt: skip
+    return torch.nn.functional.pad(ks_tensor.cumsum(0), (1, 0)).int()
+
+
+def _check_k_sizes(d: torch.Tensor, d_name: str, ks: list[int], name: str, multiple: int) -> None:
+    if d.dim() != 3 or d.shape[0] != len(ks):
+        raise ValueError(f"{d_name} has shape {tuple(d.shape)} and {name} {len(ks)} entries; {d_name} must be (groups, M, N)")
+    for group, size in enumerate(ks):
+        if size < 0 or size % multiple:
+            allowed = f"multiples of {multiple}: pad the group with zeros, or call k_grouped_gemm, which takes any sizes"
+            raise ValueError(f"{name}[{group}] is {size}; allowed are {allowed if multiple > 1 else '0 and more'}")
+
+
+def _check_k_scales(name: str, scale: torch.Tensor, rows: int, blocks: int) -> None:
+    if tuple(scale.shape) != (blocks, rows):
+        raise ValueError(f"{name}[1] has shape {tuple(scale.shape)}; it must be {(blocks, rows)}, a row of scales for each K "
+                         "block")  # fmt: skip
+
+
+def _k_groups(name: str, operand: Operand, rows: int, ks: list[int], d: torch.Tensor) -> ScaledTensor:
+    """Flat groups side by side: (rows, sum of ks), each group filled up with zeros to a multiple of 128."""
     data, scale = _pair(name, operand)
     total = sum(ks)
     if data.numel() != rows * total or not data.is_contiguous():
         raise ValueError(f"{name}[0] has {data.numel()} elements, strides {data.stride()}; it must be contiguous, {rows} x "
                          f"{total} elements")  # fmt: skip
-    if tuple(scale.shape) != (total // BLOCK, rows):
-        raise ValueError(f"{name}[1] has shape {tuple(scale.shape)}; it must be {(total // BLOCK, rows)}, a row of scales for "
-                         "each K block")  # fmt: skip
+    _check_k_scales(name, scale, rows, sum(ceil_div(size, BLOCK) for size in ks))
     groups = data.view(torch.uint8).flatten().split([rows * size for size in ks])  # bytes: not every torch can join FP8
-    side_by_side = torch.cat([group.view(rows, size) for group, size in zip(groups, ks)], dim=1)
-    return ScaledTensor(side_by_side.view(data.dtype), scale.t().contiguous(), "1x128")
+    padded = [torch.nn.functional.pad(group.view(rows, size), (0, -size % BLOCK)) for group, size in zip(groups, ks)]
+    return _matrix(name, (torch.cat(padded, dim=1).view(data.dtype), scale.t()), "1x128", d)
 
 
 # ---------------------------------------------------------------- operands
+
+
+class _StridedMatrix(ScaledTensor):
+    """Scales in any strides, which the backends read where they lie. Elsewhere strides give away a transposed scale; DeepGEMM's
+    callers are expected to have transposed ones."""
+
+    def _check_scale_strides(self):
+        pass
+
+
+class _StridedStack(GroupedTensor):
+    """The same of several matrices."""
+
+    def _check_scale_strides(self):
+        pass
+
+    def __getitem__(self, group: int) -> ScaledTensor:
+        return _StridedMatrix(self.data[group], self.scale[group], self.recipe)
 
 
 def _pair(name: str, operand) -> Operand:
@@ -197,14 +271,25 @@ def _pair(name: str, operand) -> Operand:
     return operand[0], operand[1]
 
 
-def _matrix(name: str, operand: Operand, recipe: str) -> ScaledTensor:
+def _matrix(name: str, operand: Operand, recipe: str, d: torch.Tensor) -> ScaledTensor:
     data, scale = _pair(name, operand)
-    return ScaledTensor(data, scale.contiguous(), recipe)
+    if ops.traced(data, d):  # operators take row-major scales
+        scale = scale.contiguous()
+    return (ScaledTensor if scale.is_contiguous() else _StridedMatrix)(data, scale, recipe)
 
 
-def _stack(name: str, operand: Operand, recipe: str) -> GroupedTensor:
+def _stack(name: str, operand: Operand, recipe: str, d: torch.Tensor) -> GroupedTensor:
     data, scale = _pair(name, operand)
-    return GroupedTensor(data, scale.contiguous(), recipe)
+    if ops.traced(data, d):
+        scale = scale.contiguous()
+    return (GroupedTensor if scale.is_contiguous() else _StridedStack)(data, scale, recipe)
+
+
+def _k_blocks_last(data: torch.Tensor, scale: torch.Tensor) -> Operand:
+    """Scales (rows, K blocks), whichever way they were given."""
+    rows, blocks = data.shape[0], ceil_div(data.shape[-1], BLOCK)
+    given = tuple(scale.shape)
+    return data, scale.t() if given == (blocks, rows) != (rows, blocks) else scale
 
 
 def _transposed(operand: Operand) -> Operand:

@@ -116,7 +116,7 @@ class Problem:
 class Operands:
     """The tensors of one problem, plain and on one device. Elements lie side by side along K; rows may have any pitch.
 
-    a, a_scale  (M, K), masked (G, M, K); scales contiguous, shape of its recipe (masked: for each group)
+    a, a_scale  (M, K), masked (G, M, K); scales in the shape of its recipe (masked: for each group), strides any
     b, b_scale  (N, K); contiguous and masked problems (G, N, K), and scales for each group
     bias        (N,) float32, contiguous
     offsets     (G + 1,) int32. contiguous: group g is rows offsets[g] … offsets[g + 1] - 1 of A, later rows belong to none.
@@ -163,8 +163,8 @@ def describe(
     if not isinstance(a, (ScaledTensor, GroupedTensor)) or not isinstance(b, (ScaledTensor, GroupedTensor)):
         _check_operand_types(kind, a, b)
     key = (
-        kind, type(a), type(b), a.recipe, b.recipe, accumulate, out_dtype, interval, _layout(a.data), _layout(b.data),
-        _layout(bias), _layout(offsets), _layout(ends), _layout(masked_m),
+        kind, type(a), type(b), a.recipe, b.recipe, accumulate, out_dtype, interval, layout(a.data), layout(b.data),
+        layout(bias), layout(offsets), layout(ends), layout(masked_m),
     )  # fmt: skip
     problem = _described.get(key)
     if problem is None:
@@ -173,7 +173,7 @@ def describe(
             _described.clear()
         _described[key] = problem
     if bias is not None:
-        bias = bias.detach().float().contiguous()
+        bias = plain_bias(bias)
     operands = Operands(a.data, b.data, a.scale, b.scale, bias, offsets, ends, masked_m)
     if problem.kind != "dense" and _is_readable(a.data):
         check_group_values(problem, offsets, ends, masked_m)
@@ -185,10 +185,16 @@ _described: dict[tuple, Problem] = {}
 MOST_DESCRIBED = 4096
 
 
-def _layout(tensor: torch.Tensor | None) -> tuple | None:
+def layout(tensor: torch.Tensor | None) -> tuple | None:
+    """All that a check of a tensor looks at, but its values and address. Hashable, for anything that is given as one."""
     if not isinstance(tensor, torch.Tensor):
         return None if tensor is None else (type(tensor),)
     return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+
+
+def plain_bias(bias: torch.Tensor) -> torch.Tensor:
+    """As kernels read it: float32, side by side. Itself, detached, if it is so already."""
+    return bias.detach().float().contiguous()
 
 
 def _checked(kind, a, b, bias, offsets, ends, masked_m, accumulate, out_dtype, interval) -> Problem:

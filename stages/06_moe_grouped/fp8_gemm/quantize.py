@@ -71,10 +71,13 @@ class GroupedTensor:
             wanted = (self.groups, *scale_shape(self.recipe, self.rows, self.k))
             raise ValueError(f"scale has shape {tuple(self.scale.shape)}; recipe {self.recipe!r} of data "
                              f"{tuple(self.data.shape)} needs {wanted}: call quantize_grouped(x, {self.recipe!r})")  # fmt: skip
+        self._check_scale_strides()
+        self[0]  # checks dtypes, devices and the shape of one group's scales
+
+    def _check_scale_strides(self):
         if not self.scale.is_contiguous():
             raise ValueError(f"scale has strides {self.scale.stride()} for shape {tuple(self.scale.shape)}; it must be "
                              "contiguous: pass scale.contiguous() if its entries are the right ones")  # fmt: skip
-        self[0]  # checks dtypes, devices and the shape of one group's scales
 
     def __getitem__(self, group: int) -> ScaledTensor:
         return ScaledTensor(self.data[group], self.scale[group], self.recipe)

@@ -35,26 +35,31 @@ def _products(
     """(a, b, the part of out that is their product), for every group that has an output."""
     a, b = operands.a, operands.b
     if problem.kind == "dense":
-        yield ScaledTensor(a, operands.a_scale, problem.recipe_a), ScaledTensor(b, operands.b_scale, problem.recipe_b), out
+        yield _scaled(a, operands.a_scale, problem.recipe_a), _scaled(b, operands.b_scale, problem.recipe_b), out
         return
     if problem.kind == "masked":
         for group, rows in enumerate(operands.masked_m.tolist()):
-            weight = ScaledTensor(b[group], operands.b_scale[group], problem.recipe_b)
+            weight = _scaled(b[group], operands.b_scale[group], problem.recipe_b)
             yield _rows(a[group], operands.a_scale[group], problem.recipe_a, 0, rows), weight, out[group, :rows]
         return
     offsets = operands.offsets.tolist()
     ends = offsets[1:] if operands.ends is None else operands.ends.tolist()
     for group, (start, end) in enumerate(zip(offsets, ends)):
         if problem.kind == "contiguous":
-            weight = ScaledTensor(b[group], operands.b_scale[group], problem.recipe_b)
+            weight = _scaled(b[group], operands.b_scale[group], problem.recipe_b)
             yield _rows(a, operands.a_scale, problem.recipe_a, start, end), weight, out[start:end]
         else:
             yield _columns(a, operands.a_scale, start, end), _columns(b, operands.b_scale, start, end), out[group]
 
 
+def _scaled(data, scale, recipe) -> ScaledTensor:
+    """Operands may have scales in any strides, a ScaledTensor has them row-major."""
+    return ScaledTensor(data, scale.contiguous(), recipe)
+
+
 def _rows(data, scale, recipe, start, end) -> ScaledTensor:
-    return ScaledTensor(data[start:end], scale if recipe == "tensor" else scale[start:end], recipe)
+    return _scaled(data[start:end], scale if recipe == "tensor" else scale[start:end], recipe)
 
 
 def _columns(data, scale, start, end) -> ScaledTensor:
-    return ScaledTensor(data[:, start:end], scale[:, start // BLOCK : -(-end // BLOCK)].contiguous(), "1x128")
+    return _scaled(data[:, start:end], scale[:, start // BLOCK : -(-end // BLOCK)], "1x128")

@@ -175,6 +175,7 @@ def k_grouped_fp8_gemm_tn_contiguous(
     """As k_grouped_fp8_gemm_nt_contiguous with a (sum of ks, M) and b (sum of ks, N), as per_channel_cast_to_fp8 makes them.
 
     FP8 wgmma reads along K, so both are transposed, one pass over their data; a transposed view of K-major data costs none.
+    Errors as there.
     """
     offsets = _k_offsets(d, ks, ks_tensor, recipe, use_psum_layout)
     operands = []

@@ -2,7 +2,7 @@
 # make test    run the tests
 # make lab     open the lessons in Jupyter
 # make bench   time the steps and their peers (needs a Hopper GPU)
-# make docs    rewrite what is generated from docs/results: README tables, plots
+# make docs    rewrite what is generated from docs/results: tables in the README and docs, plots
 # make api     rewrite docs/api.md, the reference of the library, from its docstrings
 # make lines   count the library's core: what runs on the GPU and what launches it
 #

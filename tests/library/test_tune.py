@@ -109,6 +109,24 @@ def test_a_wrong_result_is_not_kept(monkeypatch):
             tuning._check_same_result(DENSE, model, other, operand_set)
 
 
+def test_plans_are_compiled_before_they_are_timed(tmp_path, monkeypatch):
+    """All of them, by the method of the benchmarks: one entry for each plan, and the seconds go back to their plans."""
+    from fp8_gemm import kernels
+    from hopperlab import bench
+
+    monkeypatch.setenv("HOPPERLAB_CACHE", str(tmp_path))
+    kernels.kernel.cache_clear()
+    plans, seen = promising(DENSE, 132, 3), []
+
+    def measure(candidates, rounds):
+        seen.extend(len(list((tmp_path / "entries").rglob("*/*"))) for _ in candidates)
+        return {name: bench.Timing(float(name) + 1, [], 1) for name in candidates}
+
+    monkeypatch.setattr(bench, "measure", measure)
+    assert tuning._measure(DENSE, plans, [(None, None)], 2) == dict(zip(plans, (1.0, 2.0, 3.0)))
+    assert seen == [3, 3, 3]
+
+
 @pytest.mark.parametrize("problem", PROBLEMS[3:], ids=str)
 def test_operands_are_random_and_calls_take_the_plans_overrides(problem, monkeypatch):
     """On the CPU: the sets have the problem's shapes, and each call is kernels.run with the plan's options."""

@@ -1,4 +1,4 @@
-"""The wheel holds all the library needs: installed alone, beside its declared dependencies and without this repository, it works."""
+"""The wheel holds all the library needs: alone beside its declared dependencies, without this repository, it works."""
 
 import importlib.metadata
 import json

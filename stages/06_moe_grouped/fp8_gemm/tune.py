@@ -21,6 +21,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,7 +104,7 @@ def tune(
     One measurement serves neighbours too: M is rounded up to a multiple of 8, from 128 on of an eighth of its power of two (for
     k_grouped problems K instead, the dimension that tokens lie along). Groups are timed with equal sizes. The method is
     hopperlab.bench's: random operands, more than L2 holds, in CUDA graphs, interleaved in short rounds; the first pass also
-    compiles, a second or two for each plan that is new. The GPU must have nothing else to do.
+    compiles what is new. The GPU must have nothing else to do.
 
     Returns a Tuned for each problem. Raises ValueError for a shape that cannot be tuned, RuntimeError without a Hopper GPU or
     where a plan computes something else than the model's plan does (then nothing is kept).
@@ -190,9 +191,20 @@ def _calls(problem: Problem, chosen: Plan, sets) -> list[Callable]:
     return [functools.partial(kernels.run, problem, operands, out, **overrides) for operands, out in sets]
 
 
+def _compile(problem: Problem, plans: list[Plan]) -> None:
+    """All at once: NVRTC takes a second for each and leaves Python's lock alone."""
+    from fp8_gemm import kernels
+
+    needed = [kernels.kernel(tuple(kernels.constants_of(problem, chosen).items())) for chosen in plans]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for done in [pool.submit(getattr, kernel, "compiled") for kernel in dict.fromkeys(needed)]:
+            done.result()
+
+
 def _measure(problem: Problem, plans: list[Plan], sets, rounds: int) -> dict[Plan, float]:
     from hopperlab import bench
 
+    _compile(problem, plans)
     timings = bench.measure({str(index): _calls(problem, chosen, sets) for index, chosen in enumerate(plans)}, rounds)
     return {chosen: timings[str(index)].seconds for index, chosen in enumerate(plans)}
 

@@ -8,6 +8,7 @@ from helpers import assert_right, calc_diff, ints, random, refused
 
 import fp8_gemm.deep_gemm as deep_gemm
 from fp8_gemm import GroupedTensor, ScaledTensor, dispatch, gemm, quantize, quantize_grouped
+from hopperlab import capability
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -187,15 +188,17 @@ def test_first_weight_gradients_take_any_sizes():
 # ---------------------------------------------------------------- scales are read where they lie
 
 
-def m_major_calls():
-    """name -> a function from an operand's scales to the result, and every scale that it passes on."""
+def calls_on(device):
+    """name -> a function that lays every operand's scales out by its argument, calls, and returns the result."""
     a, b, row_b = token(20, 256), block(24, 256), token(24, 256, seed=1)
     stack_a, stack_b = blocks(2, 12, 256), blocks(2, 24, 256)
     stack_a = (stack_a[0], quantize_grouped(random(2, 12, 256, seed=1), "1x128").scale)
     flat = [(torch.zeros(rows * 256).to(torch.float8_e4m3fn), torch.rand(2, rows) + 0.5) for rows in (8, 16)]
     for data, _ in flat:
         data.copy_(random(data.numel()))
-    new = lambda *shape, dtype=BF16: torch.zeros(*shape, dtype=dtype)  # noqa: E731
+    a, b, row_b, stack_a, stack_b, *flat = (tuple(x.to(device) for x in each) for each in (a, b, row_b, stack_a, stack_b, *flat))
+    new = lambda *shape, dtype=BF16: torch.zeros(*shape, dtype=dtype, device=device)  # noqa: E731
+    numbers = lambda *values: ints(*values).to(device)  # noqa: E731
 
     def dense(lay):
         deep_gemm.fp8_gemm_nt(lay(a), lay(b), d := new(20, 24))
@@ -206,23 +209,23 @@ def m_major_calls():
         return d
 
     def contiguous(lay):
-        indices = ints(*[0] * 9, *[1] * 11)
+        indices = numbers(*[0] * 9, *[1] * 11)
         deep_gemm.m_grouped_fp8_gemm_nt_contiguous(lay(a), lay(stack_b), d := new(20, 24), indices)
         return d
 
     def masked(lay):
-        deep_gemm.m_grouped_fp8_gemm_nt_masked(lay(stack_a), lay(stack_b), d := new(2, 12, 24), ints(12, 5), 8)
+        deep_gemm.m_grouped_fp8_gemm_nt_masked(lay(stack_a), lay(stack_b), d := new(2, 12, 24), numbers(12, 5), 8)
         return d
 
     def k_grouped(lay):
         operands = lay(flat[0]), lay(flat[1])
-        deep_gemm.k_grouped_fp8_gemm_nt_contiguous(*operands, d := new(2, 8, 16, dtype=FP32), [128, 128], ints(128, 128))
+        deep_gemm.k_grouped_fp8_gemm_nt_contiguous(*operands, d := new(2, 8, 16, dtype=FP32), [128, 128], numbers(128, 128))
         return d
 
     return {call.__name__: call for call in (dense, weight_gradient, contiguous, masked, k_grouped)}
 
 
-CALLS = m_major_calls()
+CALLS = calls_on("cpu")
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -250,6 +253,15 @@ def test_m_major_scales_give_the_bits_of_row_major_ones(monkeypatch, name, backe
     want = CALLS[name](lambda operand: operand)
     assert want.any() and torch.equal(CALLS[name](m_major), want)
     assert torch.equal(CALLS[name](lambda operand: operand), want)  # nothing remembers the other strides
+
+
+@pytest.mark.skipif(not capability.has_hopper(), reason=capability.hopper().sentence())
+@pytest.mark.parametrize("name", CALLS)
+def test_m_major_scales_give_the_bits_of_row_major_ones_on_a_gpu(name):
+    call = calls_on("cuda")[name]
+    want = call(lambda operand: operand)
+    assert want.any() and torch.equal(call(m_major), want)
+    assert torch.equal(call(lambda operand: operand), want)
 
 
 def test_strided_scales_are_taken_by_these_names_alone():

@@ -157,11 +157,15 @@ class Kernel:
         self.prepare(device.index, grid, block, cluster, shared_bytes)(Arguments(self.packing, values))
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - kernels live as long as the process
-    def prepare(self, device_index: int, grid, block, cluster=(1, 1, 1), shared_bytes: int = 0) -> GpuLaunch:
-        """This kernel, loaded, with one launch configuration on one GPU: for callers that launch it again and again."""
+    def prepare(self, device_index: int, grid, block, cluster=(1, 1, 1), shared_bytes: int = 0, early: bool = False) -> GpuLaunch:
+        """This kernel, loaded, with one launch configuration on one GPU: for callers that launch it again and again.
+
+        early: it may start while the kernel before it in the stream ends, because it waits for that one by griddepcontrol.wait
+        (CUDA C++ Programming Guide, "Programmatic Dependent Launch").
+        """
         grid, block, cluster = _dim3("grid", grid), _dim3("block", block), _dim3("cluster", cluster)
         _check_launch(grid, block, cluster, shared_bytes)
-        return GpuLaunch(self, device_index, grid, block, cluster, shared_bytes)
+        return GpuLaunch(self, device_index, grid, block, cluster, shared_bytes, early)
 
     @functools.cache  # noqa: B019 - kernels live as long as the process
     def _loaded(self, device_index: int, shared_bytes: int):
@@ -248,10 +252,10 @@ class GpuLaunch:
 
     __slots__ = ("configs", "device_index", "entry", "function", "shape", "start", "success")
 
-    def __init__(self, kernel: Kernel, device_index: int, grid, block, cluster, shared_bytes: int):
+    def __init__(self, kernel: Kernel, device_index: int, grid, block, cluster, shared_bytes: int, early: bool):
         from cuda.bindings import driver
 
-        self.device_index, self.entry, self.shape = device_index, kernel.entry, (grid, block, cluster, shared_bytes)
+        self.device_index, self.entry, self.shape = device_index, kernel.entry, (grid, block, cluster, shared_bytes, early)
         self.function = kernel._loaded(device_index, shared_bytes)
         self.configs = {}  # one per stream: a shared one, with the stream written into it, would be a race between threads
         self.start, self.success = driver.cuLaunchKernelEx, driver.CUresult.CUDA_SUCCESS
@@ -322,10 +326,10 @@ def _check_launch(grid, block, cluster, shared_bytes):
         raise ValueError(f"shared_bytes: got {shared_bytes}, allowed are 0 to {MAX_SHARED_BYTES} per CTA")
 
 
-def _launch_config(grid, block, cluster, shared_bytes, stream):
+def _launch_config(grid, block, cluster, shared_bytes, early, stream):
     from cuda.bindings import driver
 
-    config = driver.CUlaunchConfig()
+    config, attributes = driver.CUlaunchConfig(), []
     config.hStream = driver.CUstream(stream)
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = block
@@ -334,6 +338,12 @@ def _launch_config(grid, block, cluster, shared_bytes, stream):
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster
-        config.attrs = [attribute]
-        config.numAttrs = 1
+        attributes.append(attribute)
+    if early:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    if attributes:
+        config.attrs, config.numAttrs = attributes, len(attributes)
     return config

@@ -9,13 +9,15 @@ weights scaled 128x128, dB in FP32 from two operands scaled 1x128 along the dime
 """
 
 import ast
+import os
+from dataclasses import dataclass
 
 import torch
 
 from fp8_gemm import dispatch
-from fp8_gemm.problem import Operands, Problem, check_out, describe
+from fp8_gemm.problem import check_out, describe, layout, plain_bias
 from fp8_gemm.quantize import GroupedTensor, ScaledTensor, pack_k_groups, quantize, quantize_grouped, quantize_k_grouped
-from hopperlab.quantize import RECIPES, scale_shape
+from hopperlab.quantize import BLOCK, RECIPES, scale_shape
 
 ACTIVATION, WEIGHT = "1x128", "128x128"  # recipes of gradients, and of the weights they are multiplied with
 
@@ -31,39 +33,89 @@ def _stack(operand: torch.Tensor | GroupedTensor, recipe: str) -> GroupedTensor:
     return quantize_grouped(operand, recipe) if isinstance(operand, torch.Tensor) else operand
 
 
-def _compute(problem: Problem, operands: Operands, out: torch.Tensor | None, backend: str | None, options: dict) -> torch.Tensor:
+@dataclass(slots=True, eq=False)
+class _Call:
+    """What is known of every call with operands, options and output of one layout."""
+
+    launch: object | None  # kernels.Launch; None: go through describe and dispatch each time
+    out_shape: tuple[int, ...]
+    out_strides: tuple[int, ...]  # of an output made here
+    bias_as_it_is: bool  # float32, side by side
+
+
+# What lies behind os.environ: os.environ.get takes 1.3 µs to say that a variable is not set, and every call asks for two.
+_variable = os.environ._data.get
+_BACKEND, _VALIDATE = os.fsencode(dispatch.BACKEND_VARIABLE), os.fsencode(dispatch.VALIDATE_VARIABLE)
+
+# Calls by all that decides them, addresses and values excepted. Serving repeats a few calls for ever: they are checked and
+# planned once.
+_calls: dict[tuple, _Call] = {}
+MOST_CALLS = 4096
+
+
+def forget() -> None:
+    """Plan every call anew, after a change of what plans are made from."""
+    _calls.clear()
+
+
+def compute(kind, a, b, out_dtype, interval, backend, options, out, accumulate=False, bias=None, groups=None, ends=None) -> torch.Tensor:
+    """The product of quantised operands, nothing traced. groups: offsets, or masked_m."""
+    x, y, a_scale, b_scale = a.data, b.data, a.scale, b.scale
+    device = x.device
+    key = (
+        kind, a.recipe, b.recipe, out_dtype, interval, accumulate, backend, _variable(_BACKEND), _variable(_VALIDATE), device, y.device,
+        x.dtype, y.dtype, x.shape, y.shape, x.stride(), y.stride(), a_scale.stride(), b_scale.stride(),
+        None if out is None else layout(out), None if bias is None else layout(bias), None if groups is None else layout(groups),
+        None if ends is None else layout(ends), tuple(options.items()) if options else None,
+    )  # fmt: skip
+    known = _calls.get(key)
+    if known is None or known.launch is None:
+        return _compute_checked(key, kind, a, b, out_dtype, interval, backend, options, out, accumulate, bias, groups, ends)
     if out is None:
-        out = torch.empty(problem.out_shape, dtype=problem.out_dtype, device=operands.a.device)
+        # Not torch.empty, whose arguments take a microsecond longer to read.
+        out = torch.empty_strided(known.out_shape, known.out_strides, dtype=out_dtype, device=device)
+    if not known.bias_as_it_is:
+        bias = plain_bias(bias)
+    known.launch(x, a_scale, y, b_scale, bias, groups, ends, out)
+    return out
+
+
+def _compute_checked(key, kind, a, b, out_dtype, interval, backend, options, out, accumulate, bias, groups, ends) -> torch.Tensor:
+    """A call seen for the first time, or one that is no launch of a kernel on a GPU."""
+    offsets, masked_m = (None, groups) if kind == "masked" else (groups, None)
+    problem, operands = describe(kind, a, b, bias=bias, offsets=offsets, ends=ends, masked_m=masked_m, accumulate=accumulate,
+                                 out_dtype=out_dtype, interval=interval)  # fmt: skip
+    if out is None:
+        out = torch.empty(problem.out_shape, dtype=out_dtype, device=operands.a.device)
     else:
         check_out(problem, operands, out)
     dispatch.run(problem, operands, out, backend, **options)
+    if key not in _calls:
+        if len(_calls) >= MOST_CALLS:
+            _calls.clear()
+        launch = dispatch.launch_for(problem, operands, out, backend, **options)
+        as_it_is = bias is None or operands.bias.data_ptr() == bias.data_ptr()
+        strides = (problem.m * problem.n, problem.n, 1)[-len(problem.out_shape) :]
+        _calls[key] = _Call(launch, problem.out_shape, strides, as_it_is)
     return out
 
 
 def gemm(a, b, bias, recipe_a, recipe_b, out_dtype, interval, backend, options, out=None, accumulate=False):
     """D (M, N) = A (M, K) · B (N, K)ᵀ + bias; with accumulate, + what out holds."""
-    problem, operands = describe(
-        "dense", _matrix(a, recipe_a), _matrix(b, recipe_b), bias=bias, accumulate=accumulate, out_dtype=out_dtype,
-        interval=interval,
-    )  # fmt: skip
-    return _compute(problem, operands, out, backend, options)
+    a, b = _matrix(a, recipe_a), _matrix(b, recipe_b)
+    return compute("dense", a, b, out_dtype, interval, backend, options, out, accumulate, bias)
 
 
 def grouped(a, b, offsets, ends, recipe_a, recipe_b, out_dtype, interval, backend, options, out=None):
     """D (M, N): each group of rows of A (M, K) times its own B[g] (N, K) transposed."""
-    problem, operands = describe(
-        "contiguous", _matrix(a, recipe_a), _stack(b, recipe_b), offsets=offsets, ends=ends, out_dtype=out_dtype,
-        interval=interval,
-    )  # fmt: skip
-    return _compute(problem, operands, out, backend, options)
+    a, b = _matrix(a, recipe_a), _stack(b, recipe_b)
+    return compute("contiguous", a, b, out_dtype, interval, backend, options, out, groups=offsets, ends=ends)
 
 
 def masked(a, b, masked_m, recipe_a, recipe_b, out_dtype, interval, backend, options, out=None):
     """D (G, max M, N): the first masked_m[g] rows of A[g] (max M, K) times B[g] (N, K) transposed."""
-    problem, operands = describe(
-        "masked", _stack(a, recipe_a), _stack(b, recipe_b), masked_m=masked_m, out_dtype=out_dtype, interval=interval
-    )
-    return _compute(problem, operands, out, backend, options)
+    a, b = _stack(a, recipe_a), _stack(b, recipe_b)
+    return compute("masked", a, b, out_dtype, interval, backend, options, out, groups=masked_m)
 
 
 def k_grouped(a, b, offsets, ends, out_dtype, backend, options, out=None, accumulate=False):
@@ -75,8 +127,7 @@ def k_grouped(a, b, offsets, ends, out_dtype, backend, options, out=None, accumu
     if all(plain):
         a, _ = quantize_k_grouped(a, offsets, ends)
         b, offsets = quantize_k_grouped(b, offsets, ends)
-    problem, operands = describe("k_grouped", a, b, offsets=offsets, accumulate=accumulate, out_dtype=out_dtype)
-    return _compute(problem, operands, out, backend, options)
+    return compute("k_grouped", a, b, out_dtype, BLOCK, backend, options, out, accumulate, groups=offsets)
 
 
 # ---------------------------------------------------------------- registering
@@ -292,17 +343,22 @@ _register_quantize("quantize_grouped", quantize_grouped)
 # ---------------------------------------------------------------- calling
 
 
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
 def traced(*operands) -> bool:
     """Whether a call must go through the operators: gradients, tracing, fake or meta tensors. Plain calls save the detour."""
     if torch.compiler.is_compiling():
         return True
     recording = torch.is_grad_enabled()
     for operand in operands:
+        if operand is None:
+            continue
         kind = type(operand)
         if kind is ScaledTensor or kind is GroupedTensor:
             operand = operand.data
             kind = type(operand)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
+        if kind in _PLAIN_TENSORS:
             if operand.is_meta or (recording and operand.requires_grad):
                 return True
         elif isinstance(operand, torch.Tensor):  # FakeTensor and other subclasses

@@ -1,6 +1,8 @@
 """Launches kernels/gemm.cu: constants from the plan, tensor maps from the tensors. CUDA tensors run on the GPU, CPU tensors on the
 simulator, bit for bit alike."""
 
+from __future__ import annotations
+
 import functools
 import threading
 from dataclasses import replace
@@ -78,6 +80,13 @@ def launch(problem: Problem, chosen: Plan, operands: Operands, out: torch.Tensor
         *_tensor_maps(problem, chosen, operands, out), x_scale, y_scale, nothing if operands.bias is None else operands.bias, begins, ends,
         out, partials, finished, *_numbers(problem, chosen, operands),
     )  # fmt: skip
+
+
+def launch_for(problem: Problem, operands: Operands, out: torch.Tensor, **overrides) -> Launch | None:
+    """What run() launches, for any operands of these layouts on a GPU; None where it does not simply launch."""
+    if out.numel() == 0 or problem.k == 0 or _for_tma(operands.a) is not operands.a or _for_tma(operands.b) is not operands.b:
+        return None
+    return prepare(problem, plan_for(problem, out.device, **overrides), operands, out)
 
 
 # ---- what gemm.cu's parameters are: three maps, eight pointers, numbers ------------------------------------------------

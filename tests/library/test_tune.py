@@ -11,12 +11,13 @@ from importlib import import_module
 
 import pytest
 import torch
-from helpers import refused
+from helpers import calc_diff, random, refused
 
 import fp8_gemm
-from fp8_gemm import Problem, dispatch
+from fp8_gemm import Problem, dispatch, gemm, quantize
 from fp8_gemm import __main__ as program
 from fp8_gemm.plan import plan, promising
+from hopperlab import capability
 
 tuning = import_module("fp8_gemm.tune")
 GPU = torch.device("cuda", 0)
@@ -30,8 +31,9 @@ PROBLEMS = [
 
 
 def start_process():
-    """As a new process would: nothing of the table in memory."""
+    """As a new process would: nothing of the table in memory, nor of plans."""
     tuning._table.cache_clear()
+    tuning.plan_anew()
 
 
 @pytest.fixture
@@ -213,6 +215,28 @@ def test_the_variable_leaves_the_table_unread(gpu, monkeypatch):
     assert tuning.lookup(DENSE, GPU) is None
 
 
+def test_calls_take_the_tuned_plan(gpu, monkeypatch):
+    """From the next call on, although the call was planned before."""
+    kernels, ops = import_module("fp8_gemm.kernels"), import_module("fp8_gemm.ops")
+    monkeypatch.setattr(kernels, "_sms", lambda index: 132)
+    before = kernels.plan_for(DENSE, GPU)
+    monkeypatch.setitem(ops._calls, "a call", "with its launch")
+    (done,) = fp8_gemm.tune([DENSE])
+    assert kernels.plan_for(DENSE, GPU) == done.plan != before == plan(DENSE, 132)
+    assert "a call" not in ops._calls
+    assert kernels.plan_for(DENSE, GPU, batch_invariant=True) == plan(DENSE, 132, batch_invariant=True)
+    assert kernels.plan_for(DENSE, torch.device("cpu")) == before  # the simulator's plans are the model's
+
+
+def test_a_planned_call_does_not_read_the_table(gpu, monkeypatch):
+    kernels = import_module("fp8_gemm.kernels")
+    monkeypatch.setattr(kernels, "_sms", lambda index: 132)
+    fp8_gemm.tune([DENSE])
+    first = kernels.plan_for(DENSE, GPU)
+    monkeypatch.setattr(tuning, "found", lambda *arguments: pytest.fail("looked up again"))
+    assert kernels.plan_for(DENSE, GPU) is first
+
+
 def test_explain_says_that_a_plan_was_tuned(gpu, monkeypatch):
     monkeypatch.setattr(dispatch, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("H200", (), {"multi_processor_count": 132}))
@@ -223,6 +247,40 @@ def test_explain_says_that_a_plan_was_tuned(gpu, monkeypatch):
     assert after.plan == done.plan and "from the table of tuned plans: 10.0 µs measured" in str(after)
     overridden = fp8_gemm.explain(DENSE, device=GPU, batch_invariant=True)
     assert "tuned" not in str(overridden) and overridden.plan == plan(DENSE, 132, batch_invariant=True)
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+@pytest.fixture
+def real_gpu(tmp_path, monkeypatch):
+    if not capability.has_hopper():
+        pytest.skip(capability.hopper().sentence())
+    monkeypatch.setenv("HOPPERLAB_CACHE", str(tmp_path))
+    monkeypatch.delenv("FP8_GEMM_TUNED", raising=False)
+    start_process()
+    yield torch.device("cuda", torch.cuda.current_device())
+    start_process()
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_every_kind_is_tuned_on_a_gpu(real_gpu, monkeypatch, problem):
+    monkeypatch.setattr(tuning, "CANDIDATES", 4)
+    (done,) = fp8_gemm.tune([problem], expected_m=20 if problem.kind == "masked" else None)
+    assert done.path.is_file() and 0 < done.seconds <= done.model_seconds < 1e-2
+    explanation = fp8_gemm.explain(problem, device=real_gpu)
+    assert explanation.plan == done.plan and "from the table of tuned plans" in str(explanation)
+
+
+def test_a_plan_of_the_table_computes_the_same_on_a_gpu(real_gpu):
+    kernels = import_module("fp8_gemm.kernels")
+    problem = Problem("dense", 64, 512, 2048)
+    a, b = quantize(random(64, 2048, device=real_gpu)), quantize(random(512, 2048, seed=1, device=real_gpu), "128x128")
+    by_model = gemm(a, b)
+    for other in promising(problem, tuning.machine(real_gpu.index)[1], 24)[5::6]:
+        tuning._store(problem, real_gpu, tuning.Entry(tuning.overrides_of(other), 1e-6))
+        assert kernels.plan_for(problem, real_gpu) == other
+        assert calc_diff(gemm(a, b), by_model) < 1e-5
 
 
 # ---------------------------------------------------------------- what can be wrong with a file

@@ -331,10 +331,19 @@ def _warn(path: Path, what: str) -> None:
                   stacklevel=2)  # fmt: skip
 
 
+def plan_anew() -> None:
+    """Drop the plans that this process has made: the table has changed."""
+    from fp8_gemm import kernels, ops
+
+    kernels.plan_for.cache_clear()
+    ops.forget()
+
+
 def _store(problem: Problem, device: torch.device, entry: Entry) -> Path | None:
     """Put an entry into this process's table and onto the disk. Returns the file; None, with a warning, if it cannot be."""
     folder, name = table_folder(device.index), name_of(problem)
     _table(folder)[name] = entry
+    plan_anew()
     path = folder / f"{name}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ import torch
 
 from fp8_gemm.plan import BLOCK_K, PANEL_ROWS, Plan, panel_bytes, plan, shared_bytes, stores_by_tma, vector_scales
 from fp8_gemm.problem import Operands, Problem, bytes_spanned, check_disjoint
+from fp8_gemm.tune import lookup
 from hopperlab.kernel import Arguments, Kernel, raw_stream, zeros_on_gpu
 from hopperlab.tensormap import TensorMap, encoded_at
 
@@ -38,8 +39,12 @@ def run(problem: Problem, operands: Operands, out: torch.Tensor, **overrides) ->
     launch(problem, plan_for(problem, out.device, **overrides), operands, out)
 
 
+@functools.lru_cache(maxsize=65536)
 def plan_for(problem: Problem, device: torch.device, **overrides) -> Plan:
-    """The plan of a call on this device; on a CPU, where the simulator runs it, as for an H200."""
+    """The plan of a call on this device: a tuned one, if there is one and nothing is overridden, else the model's. On a CPU, where
+    the simulator runs it, the model's for an H200."""
+    if not overrides:
+        overrides = lookup(problem, device) or {}
     return plan(problem, _sms(device.index) if device.type == "cuda" else SMS_OF_AN_H200, **overrides)
 
 

@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import math
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -253,7 +254,7 @@ def warmup(shapes, *, device: torch.device | str | None = None, backend: str | N
     """
     problems = [as_the_kernel_sees(problem) for problem in problems_of(shapes, **description)]
     if device is None and not torch.cuda.is_available() and (backend or os.environ.get(BACKEND_VARIABLE) or "cuda") == "cuda":
-        return [_compile(problem) for problem in problems]
+        return _compile(problems)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     for problem in problems:
         operands, out = synthetic(problem, device)
@@ -286,22 +287,29 @@ def as_the_kernel_sees(problem: Problem) -> Problem:
     return replace(problem, out_dtype=torch.float32) if problem.out_dtype in FP8_DTYPES else problem
 
 
-def _compile(problem: Problem) -> Explanation:
-    """Put what a call on an H200 needs into the disk cache."""
+def _compile(problems: list[Problem]) -> list[Explanation]:
+    """Put what calls on an H200 need into the disk cache."""
     from fp8_gemm import kernels
     from fp8_gemm.kernels import quantize as quantisers
     from fp8_gemm.plan import plan as make_plan
 
-    plan = make_plan(problem, SMS_OF_AN_H200)
-    needed = []
-    if math.prod(problem.out_shape) and problem.k:
-        needed.append(kernels.kernel(tuple(kernels.constants_of(problem, plan).items())))
-        for recipe, format in ((problem.recipe_a, problem.format_a), (problem.recipe_b, problem.format_b)):
-            needed += quantisers.kernels_for(torch.bfloat16, recipe, format, problem.k)
-    for kernel in needed:
-        kernel.compiled  # noqa: B018 - compiled at its first use
-    return Explanation(problem, torch.device("cuda"), "cuda", None, {}, plan, plan.seconds,
-                       f"compiled for an H200 ({SMS_OF_AN_H200} SMs), not run: this machine has no GPU")  # fmt: skip
+    plans, needed = [make_plan(problem, SMS_OF_AN_H200) for problem in problems], []
+    for problem, plan in zip(problems, plans):
+        if math.prod(problem.out_shape) and problem.k:
+            needed.append(kernels.kernel(tuple(kernels.constants_of(problem, plan).items())))
+            for recipe, format in ((problem.recipe_a, problem.format_a), (problem.recipe_b, problem.format_b)):
+                needed += quantisers.kernels_for(torch.bfloat16, recipe, format, problem.k)
+    compile_all(needed)
+    note = f"compiled for an H200 ({SMS_OF_AN_H200} SMs), not run: this machine has no GPU"
+    return [Explanation(problem, torch.device("cuda"), "cuda", None, {}, plan, plan.seconds, note)
+            for problem, plan in zip(problems, plans)]  # fmt: skip
+
+
+def compile_all(kernels: list) -> None:
+    """Compile hopperlab Kernels side by side: NVRTC takes a second for each and does not hold Python's lock."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for done in [pool.submit(getattr, kernel, "compiled") for kernel in dict.fromkeys(kernels)]:
+            done.result()
 
 
 def synthetic(problem: Problem, device: torch.device) -> tuple[Operands, torch.Tensor]:

@@ -39,7 +39,7 @@ def gemm(
     does not touch it: out_dtype says what comes out. Any size may be 0. Raises TypeError, ValueError; RuntimeError for a
     backend that cannot.
     """
-    if (type(a) is ScaledTensor and type(b) is ScaledTensor and c is None and layout == "nt" and out_dtype in WIDE_DTYPES
+    if (isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor) and c is None and layout == "nt" and out_dtype in WIDE_DTYPES
             and not ops.traced(a, b, bias, out)):  # fmt: skip
         return ops.compute("dense", a, b, out_dtype, interval, backend, plan_overrides, out, False, bias)  # all else is for other calls
     if layout not in LAYOUTS:

@@ -21,13 +21,12 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from fp8_gemm.dispatch import as_the_kernel_sees, problems_of, synthetic
+from fp8_gemm.dispatch import as_the_kernel_sees, compile_all, problems_of, synthetic
 from fp8_gemm.plan import Plan, plan, promising
 from fp8_gemm.problem import Operands, Problem
 from hopperlab import capability
@@ -191,20 +190,11 @@ def _calls(problem: Problem, chosen: Plan, sets) -> list[Callable]:
     return [functools.partial(kernels.run, problem, operands, out, **overrides) for operands, out in sets]
 
 
-def _compile(problem: Problem, plans: list[Plan]) -> None:
-    """All at once: NVRTC takes a second for each and leaves Python's lock alone."""
-    from fp8_gemm import kernels
-
-    needed = [kernels.kernel(tuple(kernels.constants_of(problem, chosen).items())) for chosen in plans]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for done in [pool.submit(getattr, kernel, "compiled") for kernel in dict.fromkeys(needed)]:
-            done.result()
-
-
 def _measure(problem: Problem, plans: list[Plan], sets, rounds: int) -> dict[Plan, float]:
+    from fp8_gemm import kernels
     from hopperlab import bench
 
-    _compile(problem, plans)
+    compile_all([kernels.kernel(tuple(kernels.constants_of(problem, chosen).items())) for chosen in plans])
     timings = bench.measure({str(index): _calls(problem, chosen, sets) for index, chosen in enumerate(plans)}, rounds)
     return {chosen: timings[str(index)].seconds for index, chosen in enumerate(plans)}
 

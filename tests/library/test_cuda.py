@@ -4,8 +4,9 @@ import pytest
 import torch
 from helpers import random
 
-from fp8_gemm import gemm, grouped_gemm, k_grouped_gemm, masked_gemm, quantize, quantize_grouped, quantize_k_grouped
+from fp8_gemm import gemm, grouped_gemm, k_grouped_gemm, masked_gemm, quantize, quantize_grouped, quantize_k_grouped, warmup
 from hopperlab import capability
+from hopperlab import compile as compiler
 
 pytestmark = pytest.mark.skipif(not capability.hopper().ok, reason=capability.hopper().sentence())
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -49,6 +50,14 @@ def test_no_call_waits_for_the_device(calls, name):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(got, want)
+
+
+def test_after_warmup_a_call_of_plain_tensors_compiles_nothing(monkeypatch):
+    (done,) = warmup([(64, 512, 1024)])
+    assert done.backend == "cuda"
+    monkeypatch.setattr(compiler, "compile_source", lambda *arguments: pytest.fail("compiled"))
+    x, w = (random(rows, 1024, seed=rows, device="cuda", dtype=BF16) for rows in (64, 512))
+    assert torch.isfinite(gemm(x, w)).all()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -321,21 +321,20 @@ WRONG_06 = [
     # the other way round
     ("06", "for (int split = 1; split < Splits; ++split) value", "for (int split = Splits - 1; split > 0; --split) value", "test_blank_4",
      r"BLANK 4, .*in the result once, but the bits are not those of adding them in order"),
-    # beginning after the split that came last
-    ("06", "for (int split = 1; split < Splits; ++split) value += *(volatile float*)&mine[(long long)(split * Values + i) * 128];",
-     "for (int j = 1; j < Splits; ++j) value += *(volatile float*)&mine[(long long)((tile.split + j) % Splits * Values + i) * 128];", "test_blank_4",
-     r"BLANK 4, .*the parts are in the result 2, 1, 1, 0 times"),
-    # the first split twice
-    ("06", "for (int split = 1; split < Splits; ++split) value", "for (int split = 0; split < Splits; ++split) value", "test_blank_4",
-     r"BLANK 4, .*the parts are in the result 2, 1, 1, 1 times; each must be there once"),
+    # always the second split
+    ("06", "left[((split - 1) * Values + i) / 4 * 4 * Stride + i % 4]", "left[i / 4 * 4 * Stride + i % 4]", "test_blank_4",
+     r"BLANK 4, .*the parts are in the result 1, 3, 0, 0 times; each must be there once"),
     # the last forgotten
     ("06", "for (int split = 1; split < Splits; ++split) value", "for (int split = 1; split < Splits - 1; ++split) value", "test_blank_4",
      r"BLANK 4, .*the parts are in the result 1, 1, 1, 0 times"),
-    # another register's sum
-    ("06", "&mine[(long long)(split * Values + i) * 128]", "&mine[(long long)(split + i) * 128]", "test_blank_4",
-     r"BLANK 4, .*no sums of the four parts of their own element.*each at \(split \* Values \+ i\) \* 128"),
-    # the threads' columns forgotten
-    ("06", "&mine[(long long)(split * Values + i) * 128]", "&mine[split * Values + i]", "test_blank_4",
+    # as if split 0 had left its sum there too
+    ("06", "left[((split - 1) * Values + i) / 4 * 4 * Stride + i % 4]", "left[(split * Values + i) / 4 * 4 * Stride + i % 4]", "test_blank_4",
+     r"BLANK 4, "),
+    # the first of four registers for all of them
+    ("06", "left[((split - 1) * Values + i) / 4 * 4 * Stride + i % 4]", "left[((split - 1) * Values + i) / 4 * 4 * Stride]", "test_blank_4",
+     r"BLANK 4, .*no sums of the four parts of their own element.*is at \(\(s - 1\) \* Values \+ i\) / 4"),
+    # the other threads' registers forgotten
+    ("06", "left[((split - 1) * Values + i) / 4 * 4 * Stride + i % 4]", "left[(split - 1) * Values + i]", "test_blank_4",
      r"BLANK 4, .*no sums of the four parts of their own element"),
 ]  # fmt: skip
 

@@ -10,8 +10,8 @@
 //   Masked          A is (groups, rows, K), of which the first ends[g] rows of group g are tokens; B is (groups, N, K).
 //   KGrouped        group g is k from begins[g], a multiple of 128, to ends[g] in both; D is (groups, M, N).
 //
-//   grid (CTAs, at most one per SM), block (Threads). Warp 0 loads tiles by TMA, warps 1 to 3 load scales, warpgroups
-//   1 and up multiply.
+//   grid (CTAs, at most CtasPerSm for each SM), block (Threads). Warp 0 loads tiles by TMA, warps 1 to 3 load scales, warpgroups
+//   1 and up multiply. Where K is split: clusters of Splits CTAs, one cluster for every tile of D.
 
 #include "hopper.cuh"
 
@@ -27,7 +27,7 @@ constexpr int BlockY = BLOCK_Y;            // columns of a tile, a multiple of 8
 constexpr int BlockK = 128;                // bytes of k in one slot of the ring
 constexpr int Stages = NUM_STAGES;         // slots of the ring
 constexpr int GroupX = GROUP_X;            // rows of tiles that are worked on together, so that L2 serves them
-constexpr int Splits = SPLITS;             // parts that K is cut into, each a tile of its own; added up in order
+constexpr int Splits = SPLITS;             // parts that K is cut into, one for each CTA of a cluster; added up in order
 constexpr int Interval = INTERVAL;         // blocks of k between promotions; 0: never, one accumulator over all of k
 constexpr bool VectorY = VECTOR_Y;         // every row of Y has its own scale; else every 128 of them share one
 constexpr bool StoreByTma = STORE_BY_TMA;  // D's rows are multiples of 16 bytes, and X is A
@@ -36,8 +36,11 @@ constexpr bool Bias = BIAS;                // one FP32 number per n
 typedef OUTPUT Output;                     // bf16, fp16 or float
 
 constexpr int Threads = 128 * (1 + Consumers);
-// Registers per thread after the exchange; 128 * (producer + 2 * consumer) <= 65536. Two rounds need every one they can get.
-constexpr int ProducerRegisters = Rounds == 2 ? 40 : 56, ConsumerRegisters = Rounds == 2 ? 232 : 224;
+constexpr int CtasPerSm = CTAS_PER_SM;     // 2: small tiles, so that a CTA, or the next grid's, starts while another ends
+// Registers per thread after the exchange; CtasPerSm * 128 * (producer + Consumers * consumer) <= 65536. Two rounds need every one
+// they can get.
+constexpr int ProducerRegisters = Rounds == 2 ? 40 : 56, ConsumerRegisters = CtasPerSm == 2 ? 192 : Rounds == 2 ? 232 : 224;
+constexpr int Values = Rounds * BlockY / 2;  // outputs of one thread
 // A panel is what one warp stages for one TMA store: 16 rows of D, as wide as a swizzle span (128, 64 or 32 bytes) can be.
 constexpr int RowBytes = BlockY * sizeof(Output);
 constexpr int PanelBytes = !StoreByTma ? 16 : RowBytes % 128 == 0 ? 128 : RowBytes % 64 == 0 ? 64 : 32;
@@ -47,17 +50,21 @@ constexpr int Chunk = VectorY ? 8 : (BlockY & -BlockY) < 128 ? BlockY & -BlockY 
 constexpr int ScaleBlocks = VectorY ? 1 : (128 - Chunk + BlockY - 1) / 128 + 1;
 constexpr int ScalesY = VectorY ? BlockY : (ScaleBlocks + 3) / 4 * 4;  // whole 16 bytes: the compiler reads them at once
 
+// A factor of its own for every output is read, and multiplied, beside wgmma where registers allow, else after it.
+constexpr bool EarlyFactors = VectorY && Rounds == 1 && BlockY <= 128, LateFactors = VectorY && !EarlyFactors;
+
 WGMMA_INSTANCE(BLOCK_Y, X_FORMAT, Y_FORMAT)
 
 struct alignas(1024) Shared {              // 1024: the period of a 128-byte swizzle
   u8 x[Stages][BlockX * BlockK];
   u8 y[Stages][BlockY * BlockK];
   u8 out[4 * Consumers][16 * PanelBytes];  // one panel per warp
+  float4 parts[Splits > 1 ? (Splits - 1) * BlockX * BlockY / 4 : 1];  // splits: sums of the cluster's other CTAs, in CTA 0
   float scale_x[Stages][BlockX];           // of the slot's block of k
   float scale_y[Stages][ScalesY];
-  u64 full[Stages];                        // the slot is filled: one arrival with the tiles' bytes, one per warp of scales
+  u64 full[Stages];                        // the slot is filled: one arrival with the tiles' bytes, one per thread that copies scales
   u64 empty[Stages];                       // the slot may be overwritten: one arrival per consumer warp
-  u32 last[Consumers];                     // splits: whether this consumer finished last
+  u64 parts_full[Consumers];               // splits: the parts for this consumer are there
 };
 
 struct Ring {                              // a place in the ring, the same for everyone
@@ -78,11 +85,15 @@ struct Tile {
   int group, x, y, x_end, y_end, k_block, k_end, split;
 };
 
+// The same for all lanes of a warp. They agree on it already; the shuffle tells the compiler, which then keeps it, loops over it and
+// the descriptors that follow from those in uniform registers.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+
 // Finds a CTA's tiles, first to last. All lanes of a warp call it together: in the grouped kinds each of them counts the tiles of
 // one group, 32 groups at a time, because the sizes of groups are known on the device only.
 struct Scheduler {
   const Arguments& problem;
-  int index = blockIdx.x, chunk = 0, before = 0;                       // next tile; groups being looked at; tiles in those before
+  int index = blockIdx.x / Splits, chunk = 0, before = 0;              // next tile; groups being looked at; tiles in those before
 
   // Sizes are known on the device only, so wrong ones are found here: whatever they are, nothing outside of the tensors is touched.
   __device__ int begin(int group) const { return max(problem.begins[group], 0); }
@@ -115,15 +126,12 @@ struct Scheduler {
       }
       (Swapped ? y_tiles : x_tiles) = Swapped ? (size + BlockY - 1) / BlockY : (size + BlockX - 1) / BlockX;
     } else {
-      const int per_group = x_tiles * y_tiles * Splits;
-      tile.group = index / per_group;
-      if (tile.group >= problem.groups) return false;
-      within = index % per_group;
+      const int per_group = x_tiles * y_tiles;
+      if (index >= per_group * problem.groups) return false;
+      if constexpr (Problem == KGrouped) tile.group = index / per_group, within = index % per_group;
     }
-    index += gridDim.x;
-
-    tile.split = within % Splits;
-    within /= Splits;
+    index += gridDim.x / Splits;
+    tile.split = blockIdx.x % Splits;                                  // the CTA's rank in its cluster
     const int first = within / (GroupX * y_tiles) * GroupX;            // in groups of GroupX rows; within a group x runs fastest
     const int height = min(GroupX, x_tiles - first);
     within %= GroupX * y_tiles;
@@ -137,6 +145,7 @@ struct Scheduler {
     tile.k_block = tile.split * units / Splits * Unit, tile.k_end = min((tile.split + 1) * units / Splits * Unit, k_blocks);
     if constexpr (Problem == KGrouped)
       tile.k_block = begin(tile.group) / BlockK, tile.k_end = min((problem.ends[tile.group] + BlockK - 1) / BlockK, k_blocks);
+    if constexpr (Splits > 1 || Problem == KGrouped) tile.k_block = uniform(tile.k_block), tile.k_end = uniform(tile.k_end);
     return true;
   }
 };
@@ -150,36 +159,36 @@ __device__ int map_group(const Tile& tile, bool tokens) {
 struct Scales {
   const float* scale;
   int group_stride, shift, row_stride, k_stride;                       // in floats: scales are few enough for 32 bits
-  __device__ float at(const float* group, int row, int row_end, int k_block) const {
-    return row < row_end ? group[(row >> shift) * row_stride + k_block * k_stride] : 0.0f;
-  }
-  __device__ const float* of_group(int group) const { return scale + (long long)group * group_stride; }
+  __device__ const float* of_row(int group, int row) const { return scale + (long long)group * group_stride + (row >> shift) * row_stride; }
 };
 
-// One warp writes scales of every slot's block of k into shared memory, from whatever layout they have: Count of X's (from row
-// `first` of the tile on) or of Y's. It is as far ahead as the ring allows.
+// One warp copies scales of every slot's block of k into shared memory, from whatever layout they have: Count of X's (from row
+// `first` of the tile on) or of Y's. The copies are asynchronous and arrive at the slot's barrier themselves, so that as many
+// blocks are on their way as the ring has slots; rows beyond the end get zero.
 template <bool OfX, int Count>
 __device__ __forceinline__ void supply_scales(Shared& shared, const Arguments& problem, const Scales& scales, int first) {
   const int lane = threadIdx.x % 32;
+  constexpr int PerLane = (Count + 31) / 32;
   Ring ring;
   Tile tile;
   Scheduler scheduler{problem};
   while (scheduler.next(tile)) {
-    const float* group = scales.of_group(map_group(tile, OfX != Swapped));
     const int step = OfX || VectorY ? 1 : 128, row_end = OfX ? tile.x_end : tile.y_end;
     const int row = (OfX ? tile.x + first : VectorY ? tile.y : tile.y / 128 * 128) + lane * step;
+    const float* source[PerLane];                                      // of this block of k
+#pragma unroll
+    for (int i = 0; i < PerLane; ++i)
+      source[i] = scales.of_row(map_group(tile, OfX != Swapped), min(row + 32 * i * step, row_end - 1)) + (long long)tile.k_block * scales.k_stride;
 #pragma unroll 1
     for (int k_block = tile.k_block; k_block < tile.k_end; ++k_block, ring.advance()) {
-      float values[(Count + 31) / 32];                                 // on their way while the slot is still in use
-#pragma unroll
-      for (int i = 0; i < (Count + 31) / 32; ++i) values[i] = scales.at(group, row + 32 * i * step, row_end, k_block);
-      mbarrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
       float* slot = OfX ? &shared.scale_x[ring.slot][first] : shared.scale_y[ring.slot];
+      mbarrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
 #pragma unroll
-      for (int i = 0; i < (Count + 31) / 32; ++i)
-        if (Count % 32 == 0 || 32 * i + lane < Count) slot[32 * i + lane] = values[i];
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(&shared.full[ring.slot]);
+      for (int i = 0; i < PerLane; ++i) {
+        if (Count % 32 == 0 || 32 * i + lane < Count) copy_async(&slot[32 * i + lane], source[i], row + 32 * i * step < row_end);
+        source[i] += scales.k_stride;
+      }
+      copy_async_arrive(&shared.full[ring.slot]);
     }
   }
 }
@@ -249,28 +258,37 @@ __device__ __forceinline__ void store_rows(const float (&total)[BlockY / 2], con
   for (int i = 0; i < BlockY / 2; ++i) to.store_one(tile, x + lane / 4 + i / 2 % 2 * 8, tile.y + i / 4 * 8 + lane % 4 * 2 + i % 2, total[i]);
 }
 
-extern "C" __global__ void __launch_bounds__(Threads, 1)
+extern "C" __global__ void __launch_bounds__(Threads, CtasPerSm)
 gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap map_y, const __grid_constant__ TensorMap map_d,
      const float* __restrict__ scale_x, const float* __restrict__ scale_y, const float* __restrict__ bias,
-     const int* __restrict__ begins, const int* __restrict__ ends, Output* D, float* partials, u32* finished, int x_rows, int y_rows, int k, int groups, int d_rows, int d_row_length,
+     const int* __restrict__ begins, const int* __restrict__ ends, Output* D, int x_rows, int y_rows, int k, int groups, int d_rows, int d_row_length,
      int scale_x_group_stride, int scale_x_shift, int scale_x_row_stride, int scale_x_k_stride,
      int scale_y_group_stride, int scale_y_shift, int scale_y_row_stride, int scale_y_k_stride) {
   extern __shared__ u8 raw[];
   Shared& shared = *reinterpret_cast<Shared*>(raw);
-  // The shuffle tells the compiler that a warp's threads agree on it, so that descriptors stay in uniform registers.
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  const int warpgroup = uniform(threadIdx.x / 128), warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   const Arguments problem = {begins, ends, x_rows, y_rows, k, groups};
   const Scales of_x = {scale_x, scale_x_group_stride, scale_x_shift, scale_x_row_stride, scale_x_k_stride};
   const Scales of_y = {scale_y, scale_y_group_stride, scale_y_shift, scale_y_row_stride, scale_y_k_stride};
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < Stages; ++s) {
-      mbarrier_init(&shared.full[s], BlockX > 128 ? 4 : 3);
+      mbarrier_init(&shared.full[s], 1 + 32 * (BlockX > 128 ? 3 : 2));
       mbarrier_init(&shared.empty[s], 4 * Consumers);
     }
+    if constexpr (Splits > 1)
+      for (int c = 0; c < Consumers; ++c) {
+        mbarrier_init(&shared.parts_full[c], 1);
+        mbarrier_arrive_expect_tx(&shared.parts_full[c], (Splits - 1) * Values * 128 * sizeof(float));
+      }
     fence_mbarrier_init();
+    tma_prefetch_map(&map_x), tma_prefetch_map(&map_y);
   }
   __syncthreads();                                                     // the barriers exist
+  if constexpr (Splits > 1) cluster_arrive();                          // for the other CTAs too; waited for before they are used
+  // Up to here nothing was read that an earlier kernel writes, so that this may overlap with that kernel's end.
+  wait_for_previous_grid();
+  launch_next_grid();
 
   if (warpgroup == 0) {
     registers_decrease<ProducerRegisters>();
@@ -318,38 +336,28 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
 #pragma unroll
         for (int i = 0; i < BlockY / 2; ++i) total[round][i] = 0.0f;
 
-      // The scales of the slot's block: of this thread's two rows in each round, times those of the blocks that the tile touches.
-      float scale[Rounds][2][ScaleBlocks], scale_next[Rounds][2][ScaleBlocks];
-      auto multiply_scales = [&](float (&s)[Rounds][2][ScaleBlocks]) {
+      // Scales of a slot's block: of this thread's two rows in each round, times those of the blocks that the tile touches.
+      float scale[Rounds][2][ScaleBlocks];
+      auto read_scales = [&](int slot) {
 #pragma unroll
         for (int round = 0; round < Rounds; ++round)
 #pragma unroll
           for (int half = 0; half < 2; ++half)
 #pragma unroll
             for (int i = 0; i < ScaleBlocks; ++i) {
-              s[round][half][i] = shared.scale_x[ring.slot][my_row + 64 * round + 8 * half];
-              if constexpr (!VectorY) s[round][half][i] *= shared.scale_y[ring.slot][i];
+              scale[round][half][i] = shared.scale_x[slot][my_row + 64 * round + 8 * half];
+              if constexpr (!VectorY) scale[round][half][i] *= shared.scale_y[slot][i];
             }
       };
-      // total = sum * scale + total, or total = total * scale where nothing was promoted.
-      auto apply = [&](float (&total)[BlockY / 2], const float (&sum)[BlockY / 2], const float (&scale)[2][ScaleBlocks], int slot) {
+      // What register i of a round is multiplied by.
+      auto factor_of = [&](int round, int i, int slot) {
+        const int column = i / 4 * 8;
+        if constexpr (VectorY) return scale[round][i / 2 % 2][0] * shared.scale_y[slot][column + lane % 4 * 2 + i % 2];
+        float factor = scale[round][i / 2 % 2][0];
 #pragma unroll
-        for (int c = 0; c < BlockY; c += Chunk) {
-          float s[2] = {scale[0][0], scale[1][0]};
-          float2 column = {1.0f, 1.0f};
-          if constexpr (VectorY) {
-            column = *reinterpret_cast<const float2*>(&shared.scale_y[slot][c + lane % 4 * 2]);
-          } else {
-#pragma unroll
-            for (int i = 1; i < ScaleBlocks; ++i)
-              if (tile.y % 128 + c >= 128 * i) s[0] = scale[0][i], s[1] = scale[1][i];
-          }
-#pragma unroll
-          for (int i = c / 2; i < min(c + Chunk, BlockY) / 2; ++i) {
-            const float factor = VectorY ? s[i / 2 % 2] * (i % 2 ? column.y : column.x) : s[i / 2 % 2];
-            total[i] = Interval ? __fmaf_rn(sum[i], factor, total[i]) : total[i] * factor;
-          }
-        }
+        for (int block = 1; block < ScaleBlocks; ++block)
+          if (tile.y % 128 + column / Chunk * Chunk >= 128 * block) factor = scale[round][i / 2 % 2][block];
+        return factor;
       };
       auto give_back = [&](int slot) {
         __syncwarp();                                                  // all lanes have read their scales
@@ -361,111 +369,91 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
         y_slot = ring.slot == 0 ? y_first : y_slot + BlockY * BlockK / 16;
       };
 
+      auto multiply = [&](float (&sum)[BlockY / 2], int round, bool accumulate) {
+        wgmma_fence();
+        for (int k = 0; k < BlockK; k += 32)
+          wgmma<BlockY, X_FORMAT, Y_FORMAT>(sum, x_slot + (round * 64 * BlockK + k) / 16, y_slot + k / 16, accumulate || k > 0);
+        wgmma_commit();
+      };
+
       if constexpr (Interval == 0) {
         // One accumulator over all of k: the next block's wgmma is issued before this one's is waited for.
         int last_slot = 0;
 #pragma unroll 1
         for (int k_block = tile.k_block; k_block < tile.k_end; ++k_block) {
           mbarrier_wait(&shared.full[ring.slot], ring.phase);
-          if (k_block + 1 == tile.k_end) multiply_scales(scale);       // they do not depend on k
-          wgmma_fence();
 #pragma unroll
-          for (int round = 0; round < Rounds; ++round)
-            for (int k = 0; k < BlockK; k += 32)
-              wgmma<BlockY, X_FORMAT, Y_FORMAT>(total[round], x_slot + (round * 64 * BlockK + k) / 16, y_slot + k / 16, k_block > tile.k_block || k > 0);
-          wgmma_commit();
-          wgmma_wait<1>();
+          for (int round = 0; round < Rounds; ++round) multiply(total[round], round, k_block > tile.k_block);
+          wgmma_wait<Rounds>();
           if (k_block > tile.k_block) give_back(last_slot);
           last_slot = ring.slot;
           advance();
         }
+        if (tile.k_block < tile.k_end && Splits == 1) read_scales(last_slot);  // they do not depend on k
         wgmma_wait<0>();
 #pragma unroll
         for (int round = 0; round < Rounds; ++round) {
           wgmma_hold(total[round]);
-          if (Splits == 1 && tile.k_block < tile.k_end) apply(total[round], total[round], scale[round], last_slot);
+          if (tile.k_block < tile.k_end && Splits == 1)
+#pragma unroll
+            for (int i = 0; i < BlockY / 2; ++i) total[round][i] *= factor_of(round, i, last_slot);
         }
         if (tile.k_block < tile.k_end) give_back(last_slot);
-      } else {
+      } else if (tile.k_block < tile.k_end) {
         float sum[BlockY / 2];                                         // the tensor core's accumulator, used by the rounds in turn
-        if (tile.k_block < tile.k_end) {
-          mbarrier_wait(&shared.full[ring.slot], ring.phase);
-          multiply_scales(scale);
-        }
+        mbarrier_wait(&shared.full[ring.slot], ring.phase);
 #pragma unroll 1
-        for (int k_block = tile.k_block; k_block < tile.k_end;) {
-          if constexpr (Interval == 1 && !VectorY) {
+        for (int k_block = tile.k_block; k_block < tile.k_end; ++k_block) {
+          const int slot = ring.slot, in_interval = (k_block - tile.k_block) % Interval;
+          const bool promotes = Interval == 1 || in_interval + 1 == Interval || k_block + 1 == tile.k_end;
 #pragma unroll
-            for (int round = 0; round < Rounds; ++round) {
-              wgmma_fence();
-              for (int k = 0; k < BlockK; k += 32)
-                wgmma<BlockY, X_FORMAT, Y_FORMAT>(sum, x_slot + (round * 64 * BlockK + k) / 16, y_slot + k / 16, k > 0);
-              wgmma_commit();
-              if (round + 1 < Rounds) {
-                wgmma_wait<0>();
-                wgmma_hold(sum);
-              } else {                                                 // while the tensor core works: all that the next block needs
-                const int slot = ring.slot;
-                advance();
-                if (k_block + 1 < tile.k_end) {
-                  mbarrier_wait(&shared.full[ring.slot], ring.phase);
-                  multiply_scales(scale_next);
-                }
-                wgmma_wait<0>();
-                wgmma_hold(sum);
-                give_back(slot);
-              }
-              apply(total[round], sum, scale[round], 0);
+          for (int round = 0; round < Rounds; ++round) {
+            multiply(sum, round, Interval > 1 && in_interval > 0);
+            // While the tensor core works: this block's scales, the next block's barrier.
+            if (round == 0) read_scales(slot);
+            float factors[EarlyFactors ? BlockY / 2 : 1];
+            if constexpr (EarlyFactors) {
+#pragma unroll
+              for (int i = 0; i < BlockY / 2; ++i) factors[i] = factor_of(round, i, slot);
+              wgmma_hold(factors);
             }
-            ++k_block;
-#pragma unroll
-            for (int round = 0; round < Rounds; ++round)
-#pragma unroll
-              for (int i = 0; i < ScaleBlocks; ++i) scale[round][0][i] = scale_next[round][0][i], scale[round][1][i] = scale_next[round][1][i];
-          } else {
-            // Several blocks per promotion (Rounds is 1 then), or a scale for every row of Y, read while it is used.
-            const int end = min(k_block + Interval, tile.k_end);
-            for (const int first = k_block; k_block < end; ++k_block) {
-              if (k_block > tile.k_block) mbarrier_wait(&shared.full[ring.slot], ring.phase);
-              multiply_scales(scale);
-#pragma unroll
-              for (int round = 0; round < Rounds; ++round) {
-                wgmma_fence();
-                for (int k = 0; k < BlockK; k += 32)
-                  wgmma<BlockY, X_FORMAT, Y_FORMAT>(sum, x_slot + (round * 64 * BlockK + k) / 16, y_slot + k / 16, k_block > first || k > 0);
-                wgmma_commit();
-                wgmma_wait<0>();
-                wgmma_hold(sum);
-                if (k_block + 1 == end) apply(total[round], sum, scale[round], ring.slot);
-              }
-              give_back(ring.slot);
+            if (round + 1 == Rounds) {
               advance();
+              if (k_block + 1 < tile.k_end) mbarrier_wait(&shared.full[ring.slot], ring.phase);
             }
+            wgmma_wait<0>();
+            wgmma_hold(sum);
+            if (round + 1 == Rounds && !LateFactors) give_back(slot);
+            if (promotes)
+#pragma unroll
+              for (int i = 0; i < BlockY / 2; ++i)
+                total[round][i] = __fmaf_rn(sum[i], EarlyFactors ? factors[i] : factor_of(round, i, slot), total[round][i]);
+            if (round + 1 == Rounds && LateFactors) give_back(slot);
           }
         }
       }
 
       if constexpr (Splits > 1) {
-        // Each split leaves its sums; whoever comes last adds them up, in the order of the splits, so timing changes nothing.
-        constexpr int Values = Rounds * BlockY / 2;                    // per thread
-        const int tile_index = (tile.x / BlockX * ((y_rows + BlockY - 1) / BlockY) + tile.y / BlockY) * Consumers + consumer;
-        float* mine = partials + ((long long)tile_index * Splits * Values) * 128 + threadIdx.x % 128;
+        // The others leave their sums in the shared memory of the CTA with the first split, which adds them up in the order of the
+        // splits: timing changes nothing. There is one tile for each cluster, so nothing there is overwritten too early.
+        constexpr int Stride = 128 * Consumers;                        // threads that leave sums side by side
+        float4* parts = &shared.parts[threadIdx.x - 128];              // of this thread
+        cluster_wait();                                                // CTA 0 has its barriers
+        if (tile.split > 0) {
 #pragma unroll
-        for (int i = 0; i < Values; ++i) mine[(long long)(tile.split * Values + i) * 128] = total[i / (BlockY / 2)][i % (BlockY / 2)];
-        __threadfence();
-        named_barrier_sync(1 + consumer, 128);
-        if (threadIdx.x % 128 == 0) {
-          const u32 before = atomicAdd(&finished[tile_index], 1);
-          shared.last[consumer] = before == Splits - 1;
-          if (before == Splits - 1) finished[tile_index] = 0;          // ready for the next call
+          for (int i = 0; i < Values; i += 4) {
+            const float* four = &total[i / (BlockY / 2)][i % (BlockY / 2)];
+            store_async(&parts[((tile.split - 1) * Values + i) / 4 * Stride], &shared.parts_full[consumer], 0, make_float4(four[0], four[1], four[2], four[3]));
+          }
+          continue;
         }
-        named_barrier_sync(1 + consumer, 128);
-        if (!shared.last[consumer]) continue;
-        __threadfence();
+        mbarrier_wait_cluster(&shared.parts_full[consumer], 0);
+        // Fours of registers of all threads side by side: register i of split s is in left[((s - 1) * Values + i) / 4 * 4 * Stride + i % 4].
+        const float* left = reinterpret_cast<const float*>(parts);
 #pragma unroll
         for (int i = 0; i < Values; ++i) {
-          float value = *(volatile float*)&mine[(long long)i * 128];
-          // BLANK 4: add register i of the other splits, in the order of the splits  (about 1 line; stuck? hopperlab hint 06 4)
+          float value = total[i / (BlockY / 2)][i % (BlockY / 2)];
+          // BLANK 4: add register i of the other splits, in the order of the splits  (about 2 lines; stuck? hopperlab hint 06 4)
           // END BLANK
           total[i / (BlockY / 2)][i % (BlockY / 2)] = value;
         }
@@ -476,7 +464,7 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
 #pragma unroll
             for (int i = 0; i < BlockY / 2; ++i) {
               const int x = tile.x + my_row + 64 * round + i / 2 % 2 * 8, y = tile.y + i / 4 * 8 + lane % 4 * 2 + i % 2;
-              total[round][i] *= of_x.at(scale_x, x, tile.x_end, 0) * of_y.at(scale_y, y, tile.y_end, 0);
+              if (x < tile.x_end && y < tile.y_end) total[round][i] *= *of_x.of_row(0, x) * *of_y.of_row(0, y);
             }
         }
       }

@@ -40,7 +40,7 @@ ADVICE = {
        "before it from that lane.",
     3: "Tokens are rows of X, or of Y where Swapped. Contiguous: they are rows begins[group] to begins[group] + size. "
        "Masked: rows 0 to size.",
-    4: "Split 0's sum, plus split 1's, plus split 2's and so on, each at (split * Values + i) * 128.",
+    4: "Split 0's sum, plus split 1's, plus split 2's and so on; register i of split s is at ((s - 1) * Values + i) / 4 * 4 * Stride + i % 4.",
 }  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def split_sums(source: Path, options: dict, device: torch.device) -> str | None:
         each.append(reference.matmul_hopper(*slices, out_dtype=torch.float32).double().flatten().cpu())
     each, sums = torch.stack(each, 1), out.double().flatten().cpu()
     where = f"{problem.m} x {n} x {k}, K in {parts} parts" + "".join(f", {name}={value}" for name, value in options.items())
-    for rows in torch.arange(m * n).view(m, n).split(64):  # one row of tiles has one order of its parts' CTAs, as a rule
+    for rows in torch.arange(m * n).view(m, n).split(64):
         rows = rows.flatten()
         solved = torch.linalg.lstsq(each[rows], sums[rows, None]).solution[:, 0]
         times = solved.round()

@@ -336,6 +336,16 @@ __device__ __forceinline__ void copy_async_arrive(u64* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// Four floats from registers to the shared memory of CTA `rank` of the cluster, at the place that `destination` has here. Their 16
+// bytes are delivered to the barrier at the place of `barrier` there, so they need no fence. ISA: st.async.
+__device__ __forceinline__ void store_async(float4* destination, u64* barrier, u32 rank, float4 value) {
+  asm volatile(
+      "{\n .reg .b32 there, arrived;\n mapa.shared::cluster.u32 there, %0, %2;\n mapa.shared::cluster.u32 arrived, %1, %2;\n"
+      " st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [arrived];\n}"
+      ::"r"(shared_address(destination)), "r"(shared_address(barrier)), "r"(rank), "f"(value.x), "f"(value.y), "f"(value.z),
+        "f"(value.w) : "memory");
+}
+
 // Bulk groups belong to one thread: the thread that stored must commit and wait.
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 

@@ -510,7 +510,13 @@ class ClusterBarrier:
         self.clock = self.released = None
 
     def total(self):
-        return sum(u.threads - u.gone for u in self.cluster.units)
+        """Threads to wait for: those that have not exited, and those that arrived before they did."""
+        total = 0
+        for unit in self.cluster.units:
+            total += unit.threads - unit.gone
+            if unit.gone and unit.cluster_token is not None:
+                total += int((unit.exited & (unit.cluster_token == self.generation)).sum())
+        return total
 
     def describe(self):
         return f"the cluster barrier: {self.arrived} of {self.total()} threads have arrived"

@@ -3,17 +3,23 @@
     python -m fp8_gemm.bench RECORD.json                    all shapes, peers in the same run
     python -m fp8_gemm.bench RECORD.json --search           every shape with the most promising plans instead of the peers
     python -m fp8_gemm.bench RECORD.json --only 4096x       shapes whose name begins so
+    python -m fp8_gemm.bench RECORD.json --host             what a call costs on the CPU, part by part, beside torch's calls
 
 Needs a Hopper GPU. The method is hopperlab.bench's: rotating inputs larger than L2, CUDA graphs, interleaved short rounds.
 """
 
 import argparse
+import gc
+import platform
+import statistics
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from fp8_gemm import kernels
+from fp8_gemm import gemm, grouped_gemm, kernels, masked_gemm, quantize, quantize_grouped
 from fp8_gemm.plan import Plan, plan, promising
 from fp8_gemm.problem import Operands, Problem
 from hopperlab import bench, capability, reference, report, telemetry
@@ -48,12 +54,10 @@ def calls_of(problem: Problem, chosen: Plan, sets, outs) -> list:
 
 def quantised_calls(problem: Problem, chosen: Plan, sets, outs) -> list:
     """The same from bf16 activations: quantised in the timed call. Weights are quantised once, as in a model."""
-    from fp8_gemm import quantize as quantize_by_kernel
-
     weights = [inputs.quantised(problem.recipe_a, problem.recipe_b)[1] for inputs in sets]
 
     def call(inputs, b, out):
-        a = quantize_by_kernel(inputs.a, problem.recipe_a)
+        a = quantize(inputs.a, problem.recipe_a)
         kernels.launch(problem, chosen, Operands(a.data, b.data, a.scale, b.scale), out)
 
     return [lambda inputs=inputs, b=b, out=out: call(inputs, b, out) for inputs, b, out in zip(sets, weights, outs)]
@@ -95,9 +99,88 @@ def line(entry: dict) -> str:
     return f"{'x'.join(map(str, entry['shape'].values())):18} {ours['microseconds']:8.1f} µs  {ratios}"
 
 
-def main(path: Path, search: bool = False, only: str = "") -> None:
+# ---- host time ------------------------------------------------------------------------------------------------------
+
+HOST_CALLS = 200  # launches that fit into the stream's queue: the host never waits for the GPU
+HOST_ROUNDS = 31
+HOST_SHAPE = (16, 512, 512)  # kernels of a few microseconds
+
+
+def host_calls(m: int, n: int, k: int, device: torch.device | str = "cuda") -> dict[str, Callable]:
+    """The library's call, what it is made of from the outside to the inside, and torch's: name -> call."""
+    normal = lambda *shape: torch.randn(*shape, device=device, dtype=torch.bfloat16)
+    x, weight = normal(m, k), normal(n, k)
+    a, b, out = quantize(x), quantize(weight, "128x128"), normal(m, n)
+    problem, operands = Problem("dense", m, n, k), Operands(a.data, b.data, a.scale, b.scale)
+    experts, rows, sizes = quantize_grouped(normal(4, n, k)), quantize_grouped(normal(4, m, k), "1x128"), [m // 4] * 4
+    counts, stacked = torch.tensor(sizes, dtype=torch.int32, device=device), normal(4, m, n)
+    offsets = torch.tensor([0, *sizes], device=device).cumsum(0).int()
+    launch = kernels.prepare(problem, kernels.plan_for(problem, out.device), operands, out)
+    tensors = (a.data, a.scale, b.data, b.scale, None, None, None, out)
+    packed = kernels.packed(launch, *(tensor if tensor is None else tensor.data_ptr() for tensor in tensors))
+    one, wide = torch.ones(1, device=device), weight.t()
+    fast = (quantize(x, "tensor"), quantize(weight, "tensor"))
+    return {
+        "gemm": lambda: gemm(a, b),
+        "gemm, out given": lambda: gemm(a, b, out=out),
+        "gemm, quantising A": lambda: gemm(x, b),
+        "quantize": lambda: quantize(x),
+        "grouped_gemm, out given": lambda: grouped_gemm(a, experts, offsets=offsets, out=out),
+        "masked_gemm, out given": lambda: masked_gemm(rows, experts, counts, out=stacked),
+        "kernels.run": lambda: kernels.run(problem, operands, out),
+        "prepared launch": lambda: launch(*tensors),
+        "launch alone": lambda: launch.gpu(packed),
+        "torch: x.zero_()": one.zero_,
+        "torch: matmul, bf16": lambda: torch.matmul(x, wide),
+        "torch: matmul, bf16, out given": lambda: torch.matmul(x, wide, out=out),
+        "torch: _scaled_mm, out given": lambda: torch._scaled_mm(
+            fast[0].data, fast[1].data.t(), scale_a=fast[0].scale, scale_b=fast[1].scale, out_dtype=out.dtype, out=out
+        ),
+    }
+
+
+def measure_host(calls: dict[str, Callable]) -> list[dict]:
+    """Microseconds of CPU per call, from first to last instruction of a run of calls that nothing waits in: median and all rounds."""
+    samples = {name: [] for name in calls}
+    for call in calls.values():
+        for _ in range(HOST_CALLS):
+            call()
+    gc.collect()
+    gc.disable()  # as timeit does
+    try:
+        for _ in range(HOST_ROUNDS):
+            for name, call in calls.items():
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(HOST_CALLS):
+                    call()
+                samples[name].append((time.perf_counter() - start) / HOST_CALLS * 1e6)
+    finally:
+        gc.enable()
+    return [{"name": name, "microseconds": statistics.median(rounds), "rounds_us": rounds} for name, rounds in samples.items()]
+
+
+def host_entry(shape: tuple[int, int, int] = HOST_SHAPE) -> dict:
+    rows = measure_host(host_calls(*shape))
+    return {"shape": dict(zip("mnk", shape)), "processor": processor(), "calls_per_round": HOST_CALLS, "rows": rows}
+
+
+def processor() -> str:
+    """The CPU's name, which host times depend on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def main(path: Path, search: bool = False, only: str = "", host: bool = False) -> None:
     if not capability.has_hopper():
         sys.exit(capability.hopper().sentence())
+    if host:
+        entry = host_entry()
+        for row in entry["rows"]:
+            print(f"{row['microseconds']:8.2f} µs  {row['name']}")
+        print(report.save({"kind": "host", **report.environment(), **entry}, path))
+        return
     sms, entries = torch.cuda.get_device_properties(0).multi_processor_count, []
     with telemetry.Recorder() as recorder:
         for shape in shapes():
@@ -113,5 +196,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path)
     parser.add_argument("--search", action="store_true")
+    parser.add_argument("--host", action="store_true")
     parser.add_argument("--only", default="", help="beginning of MxNxK")
     main(**{"path" if name == "record" else name: value for name, value in vars(parser.parse_args()).items()})

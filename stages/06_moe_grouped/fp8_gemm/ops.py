@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from fp8_gemm import dispatch
-from fp8_gemm.problem import check_out, describe, layout, plain_bias
+from fp8_gemm.problem import check_no_grad, check_out, describe, layout, plain_bias
 from fp8_gemm.quantize import GroupedTensor, ScaledTensor, pack_k_groups, quantize, quantize_grouped, quantize_k_grouped
 from hopperlab.quantize import BLOCK, RECIPES, scale_shape
 
@@ -375,6 +375,7 @@ def call(name: str, a, b, *arguments, grad_format: str, options: dict, out: torc
     arguments = (*_split(a), *_split(b), *arguments)
     if out is None:
         return getattr(torch.ops.fp8_gemm, name)(*arguments, grad_format, encode(options))
+    check_no_grad("out", out)  # operators run where no gradient is recorded, and would not see it
     if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in arguments):
         raise ValueError("out is given and an input requires grad, but a result written in place has no gradient: call without "
                          "out, or under torch.no_grad()")  # fmt: skip

@@ -11,13 +11,15 @@ MAX_STAGES = 8
 PANEL_ROWS = 16  # rows of D that one warp stages for TMA
 # Accumulators a consumer thread can hold beside everything else: 232 registers less about 40.
 MAX_ACCUMULATORS = 192
+# The same where two CTAs of one consumer share an SM: 192 registers less about 40; and a half of the SM's 228 KB, less 1 KB each.
+MAX_ACCUMULATORS_OF_TWO, SHARED_BYTES_OF_TWO = 152, 113 * 1024
 
 # The machine, for predictions. Rates were measured on an H200 (docs/notes/performance.md).
 CLOCK_HZ = 1.6e9  # under FP8 load; the nominal 1.98 GHz is not held
 MACS_PER_CYCLE = 4096  # of one SM's tensor cores, FP8
 READ_BYTES_PER_S = 4.27e12
 LAUNCH_S, FILL_CYCLES, EPILOGUE_CYCLES = 2.5e-6, 1500, 1300
-SPLIT_S = 2.0e-6  # writing partial sums and adding them up
+SPLIT_S = 1.0e-6  # handing partial sums over and adding them up
 # Share of the tensor cores' peak that the multiplication loop reaches, by (rows of X, promoted or not).
 EFFICIENCY = {(256, True): 0.87, (128, True): 0.78, (64, True): 0.55, (256, False): 0.88, (128, False): 0.92, (64, False): 0.62}
 
@@ -34,6 +36,7 @@ class Plan:
     num_stages: int
     splits: int
     group: int  # rows of tiles worked on together, for L2
+    ctas_per_sm: int
     num_sms: int
     tiles: int
     seconds: float  # predicted
@@ -52,7 +55,12 @@ class Plan:
 
     @property
     def waves(self) -> int:
-        return -(-self.tiles // self.num_sms)
+        return -(-self.tiles // (self.num_sms * self.ctas_per_sm))
+
+    def ctas(self, problem: Problem) -> int:
+        """CTAs of the launch: no more than fit on the SMs at once, but where K is split a cluster for every tile."""
+        most = self.tiles_at_most(problem)
+        return most if self.splits > 1 else min(most, self.num_sms * self.ctas_per_sm)
 
     def tiles_at_most(self, problem: Problem) -> int:
         """Tiles that a call can have, whatever the sizes of its groups: no more CTAs than that are of use."""
@@ -83,7 +91,8 @@ def _shared_parts(plan: Plan, problem: Problem) -> tuple[int, int]:
     """Bytes of one slot of the ring, and of all that is there once."""
     scales_y = plan.block_y if vector_scales(problem, plan.swap_ab) else -(-_scale_blocks(plan.block_y) // 4) * 4
     slot = (plan.block_x + plan.block_y) * BLOCK_K + 4 * (plan.block_x + scales_y) + 16
-    return slot, 4 * plan.consumers * PANEL_ROWS * panel_bytes(plan, problem) + 4 * plan.consumers
+    parts = 4 * (plan.splits - 1) * plan.block_x * plan.block_y if plan.splits > 1 else 16
+    return slot, 4 * plan.consumers * PANEL_ROWS * panel_bytes(plan, problem) + parts + 8 * plan.consumers
 
 
 def _scale_blocks(block_y: int) -> int:
@@ -123,7 +132,8 @@ def _predict(problem: Problem, plan: Plan) -> float:
     macs = plan.block_x * plan.block_y * BLOCK_K * -(-k_blocks // plan.splits)
     promoted = problem.interval is not None
     cycles = macs / MACS_PER_CYCLE / EFFICIENCY[plan.block_x, promoted] + EPILOGUE_CYCLES
-    multiply = (plan.waves * cycles + FILL_CYCLES) / CLOCK_HZ
+    one_after_another = -(-plan.tiles // plan.num_sms)  # CTAs that share an SM share its tensor cores
+    multiply = (one_after_another * cycles + FILL_CYCLES) / CLOCK_HZ
     groups = problem.groups if problem.kind in ("contiguous", "masked") else 1
     outputs = problem.m * problem.n * (problem.groups if problem.kind in ("masked", "k_grouped") else 1)
     rows = problem.m * (problem.groups if problem.kind == "masked" else 1)
@@ -139,8 +149,10 @@ def _finish(problem: Problem, plan: Plan, num_stages: int | None = None) -> Plan
         return None
     if plan.rounds == 2 and problem.interval is not None and problem.interval > BLOCK_K:
         return None  # the rounds share one accumulator, which must be emptied after every block
+    if plan.consumers == 1 and accumulators + (plan.block_y // 2 if vector_scales(problem, plan.swap_ab) else 0) <= MAX_ACCUMULATORS_OF_TWO:
+        plan = replace(plan, ctas_per_sm=2)
     slot, fixed = _shared_parts(plan, problem)
-    most = min(MAX_STAGES, (SHARED_BYTES - fixed) // slot)
+    most = min(MAX_STAGES, ((SHARED_BYTES, SHARED_BYTES_OF_TWO)[plan.ctas_per_sm - 1] - fixed) // slot)
     if not 2 <= (num_stages or most) <= most:
         return None
     sized = replace(plan, num_stages=num_stages or most, tiles=_tiles(problem, plan))
@@ -174,7 +186,9 @@ def plan(problem: Problem, sms: int = 132, *, block_m: int | None = None, block_
         if block_m not in (None, candidate.block_m) or block_n not in (None, candidate.block_n):
             continue
         finished = _finish(problem, replace(candidate, group=group_m or candidate.group), num_stages)
-        if finished is not None and (best is None or finished.seconds < best.seconds):
+        if finished is None or (num_sms and finished.splits > 1 and finished.waves > 1):  # of which there are as many as tiles
+            continue
+        if best is None or finished.seconds < best.seconds:
             best = finished
     if best is None:
         given = {"block_m": block_m, "block_n": block_n, "num_stages": num_stages, "swap_ab": swap_ab, "split_k": split_k}
@@ -201,13 +215,13 @@ SPLITS, MAX_SPLITS = (2, 3, 4, 5, 6, 8), 8
 def _candidates(problem: Problem, sms: int, batch_invariant: bool, split_k: int | None):
     """Every cut the kernel can make, before hardware limits."""
     if batch_invariant:
-        yield Plan(False, 2, 1, 128, 0, 1, 8, sms, 0, 0.0)
+        yield Plan(False, 2, 1, 128, 0, 1, 8, 1, sms, 0, 0.0)
         return
     units = -(-problem.k // max(problem.interval or BLOCK_K, BLOCK_K))
     for swapped in (False, True):
         for consumers, rounds in ROWS:
             for block_y in COLUMNS_SWAPPED if swapped else COLUMNS:
-                one = Plan(swapped, consumers, rounds, block_y, 0, 1, 8 // rounds, sms, 0, 0.0)
+                one = Plan(swapped, consumers, rounds, block_y, 0, 1, 8 // rounds, 1, sms, 0, 0.0)
                 yield one
                 if problem.kind == "dense":
                     wanted = (split_k,) if split_k in range(2, MAX_SPLITS + 1) else ()

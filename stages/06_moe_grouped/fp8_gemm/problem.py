@@ -373,11 +373,16 @@ def check_c(c, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 def check_out(problem: Problem, operands: Operands, out: torch.Tensor, name: str = "out") -> None:
     """Refuse an output tensor that a kernel cannot write: type, shape, strides, device, memory shared with an input."""
     _check_device(name, out, operands.a.device)
-    if out.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} requires grad, but a result written in place has no gradient: pass {name}.detach(), or none")
+    check_no_grad(name, out)
     _check_out_layout(name, out.dtype, out.shape, out.stride(), problem)
     inputs = {other: (tensor.data_ptr(), bytes_spanned(tensor)) for other, tensor in operands.named()}
     check_disjoint(name, out.data_ptr(), bytes_spanned(out), inputs)
+
+
+def check_no_grad(name: str, out: torch.Tensor) -> None:
+    """Refuse an output whose gradient is recorded. Raises ValueError."""
+    if isinstance(out, torch.Tensor) and out.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} requires grad, but a result written in place has no gradient: pass {name}.detach(), or none")
 
 
 def check_disjoint(name: str, start: int, size: int, inputs: dict[str, tuple[int, int]]) -> None:

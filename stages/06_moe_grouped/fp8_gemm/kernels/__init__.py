@@ -4,7 +4,6 @@ simulator, bit for bit alike."""
 from __future__ import annotations
 
 import functools
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 from fp8_gemm.plan import BLOCK_K, PANEL_ROWS, Plan, panel_bytes, plan, shared_bytes, stores_by_tma, vector_scales
 from fp8_gemm.problem import Operands, Problem, bytes_spanned, check_disjoint
 from fp8_gemm.tune import lookup
-from hopperlab.kernel import Arguments, Kernel, raw_stream, zeros_on_gpu
+from hopperlab.kernel import Arguments, Kernel
 from hopperlab.tensormap import TensorMap, encoded_at
 
 SOURCE = Path(__file__).with_name("gemm.cu")
@@ -58,7 +57,7 @@ def constants_of(problem: Problem, chosen: Plan) -> dict:
     x_format, y_format = (problem.format_b, problem.format_a) if chosen.swap_ab else (problem.format_a, problem.format_b)
     return {
         "KIND": KINDS[problem.kind], "SWAPPED": int(chosen.swap_ab), "CONSUMERS": chosen.consumers, "ROUNDS": chosen.rounds,
-        "BLOCK_Y": chosen.block_y, "NUM_STAGES": chosen.num_stages, "GROUP_X": chosen.group, "SPLITS": chosen.splits,
+        "BLOCK_Y": chosen.block_y, "NUM_STAGES": chosen.num_stages, "GROUP_X": chosen.group, "SPLITS": chosen.splits, "CTAS_PER_SM": chosen.ctas_per_sm,
         "INTERVAL": (problem.interval or 0) // BLOCK_K, "VECTOR_Y": int(vector_scales(problem, chosen.swap_ab)),
         "STORE_BY_TMA": int(stores_by_tma(chosen, problem)), "ACCUMULATE": int(problem.accumulate), "BIAS": int(problem.bias),
         "OUTPUT": OUTPUT[problem.out_dtype], "X_FORMAT": x_format, "Y_FORMAT": y_format,
@@ -77,13 +76,9 @@ def launch(problem: Problem, chosen: Plan, operands: Operands, out: torch.Tensor
     x_scale, y_scale = _sides(chosen, operands.a_scale, operands.b_scale)
     begins, ends = _group_ends(problem, operands)
     nothing = operands.a_scale  # a pointer that the kernel does not follow
-    partials = finished = nothing
-    if chosen.splits > 1:
-        partials = torch.empty(_partial_sums(chosen), dtype=torch.float32)
-        finished = torch.zeros(_tile_counters(chosen), dtype=torch.int32)
     return _kernel_of(problem, chosen)[_launch_shape(problem, chosen)](
         *_tensor_maps(problem, chosen, operands, out), x_scale, y_scale, nothing if operands.bias is None else operands.bias, begins, ends,
-        out, partials, finished, *_numbers(problem, chosen, operands),
+        out, *_numbers(problem, chosen, operands),
     )  # fmt: skip
 
 
@@ -94,7 +89,7 @@ def launch_for(problem: Problem, operands: Operands, out: torch.Tensor, **overri
     return prepare(problem, plan_for(problem, out.device, **overrides), operands, out)
 
 
-# ---- what gemm.cu's parameters are: three maps, eight pointers, numbers ------------------------------------------------
+# ---- what gemm.cu's parameters are: three maps, six pointers, numbers ------------------------------------------------
 
 
 def _sides(chosen: Plan, of_a, of_b) -> tuple:
@@ -134,16 +129,7 @@ def _kernel_of(problem: Problem, chosen: Plan) -> Kernel:
 
 def _launch_shape(problem: Problem, chosen: Plan) -> tuple[int, int, int, int]:
     """(CTAs, threads of each, CTAs of a cluster, bytes of shared memory)"""
-    return min(chosen.tiles_at_most(problem), chosen.num_sms), 128 * (1 + chosen.consumers), 1, shared_bytes(chosen, problem)
-
-
-def _partial_sums(chosen: Plan) -> int:
-    """FP32 numbers that the splits leave for the one that finishes last."""
-    return chosen.tiles * chosen.consumers * 128 * chosen.rounds * chosen.block_y // 2
-
-
-def _tile_counters(chosen: Plan) -> int:
-    return chosen.tiles // chosen.splits * chosen.consumers
+    return chosen.ctas(problem), 128 * (1 + chosen.consumers), chosen.splits, shared_bytes(chosen, problem)
 
 
 # ---- launching on a GPU again and again --------------------------------------------------------------------------------
@@ -161,7 +147,7 @@ class Launch:
         numbers = _numbers(problem, chosen, operands)
         self.numbers = [made.value(number, parameter) for number, parameter in zip(numbers, made.parameters[-len(numbers) :])]
         self.bytes = {name: bytes_spanned(tensor) for name, tensor in (*operands.named(), ("out", out))}
-        self.gpu, self.packing = made.prepare(out.device.index, *_launch_shape(problem, chosen)), made.packing
+        self.gpu, self.packing = made.prepare(out.device.index, *_launch_shape(problem, chosen), early=True), made.packing
 
     def __call__(self, a, a_scale, b, b_scale, bias, groups, ends, out) -> None:
         """groups: offsets, or masked_m. All tensors as in Operands."""
@@ -170,38 +156,15 @@ class Launch:
             masked = self.problem.kind == "masked"
             return launch(self.problem, self.chosen, Operands(a, b, a_scale, b_scale, bias, None if masked else groups, ends,
                                                               groups if masked else None), out)  # fmt: skip
-        partials = finished = None
-        if self.chosen.splits > 1:
-            _kept, partials, finished = self._workspace()  # kept until the kernel is in the stream
-        self.gpu(_packed(
+        self.gpu(packed(
             self, a_address, a_scale.data_ptr(), b_address, b_scale.data_ptr(), None if bias is None else bias.data_ptr(),
-            None if groups is None else groups.data_ptr(), None if ends is None else ends.data_ptr(), out.data_ptr(), partials, finished,
+            None if groups is None else groups.data_ptr(), None if ends is None else ends.data_ptr(), out.data_ptr(),
         ))  # fmt: skip
-
-    def _workspace(self) -> tuple[list[torch.Tensor], int, int]:
-        """(tensors to keep until the launch, address of room for partial sums, address of zeros to count finished splits in).
-
-        Room for sums is made per call: torch's allocator gives memory that the stream is done with, or, while a graph is captured,
-        memory of the graph. Counters must begin as zeros, and the kernel leaves them so: the last split of a tile resets its own. So
-        a stream keeps its own for ever. A graph gets zeros of its own, since its replays may run beside that stream's other work.
-        A launch that is refused counts nothing; a kernel that dies takes the whole context with it.
-        """
-        index, count = self.device.index, _tile_counters(self.chosen)
-        if torch.cuda.current_device() != index:
-            with torch.cuda.device(index):
-                return self._workspace()
-        partials = torch.empty(_partial_sums(self.chosen), dtype=torch.float32, device=self.device)
-        if count <= COUNTERS_OF_A_STREAM and not torch.cuda.is_current_stream_capturing():
-            address = _counters(index, raw_stream(index))
-            if address is not None:
-                return [partials], partials.data_ptr(), address
-        zeros = torch.zeros(count, dtype=torch.int32, device=self.device)
-        return [partials, zeros], partials.data_ptr(), zeros.data_ptr()
 
 
 @functools.lru_cache(maxsize=8192)  # about 2 KB each
-def _packed(launch: Launch, a: int, a_scale: int, b: int, b_scale: int, bias: int | None, groups: int | None, ends: int | None, out: int,
-            partials: int | None, finished: int | None) -> Arguments:  # fmt: skip
+def packed(launch: Launch, a: int, a_scale: int, b: int, b_scale: int, bias: int | None, groups: int | None, ends: int | None,
+            out: int) -> Arguments:  # fmt: skip
     """The arguments of a launch with operands at these addresses, which in a loop of inference or training come again and again.
 
     A pure function of addresses and layouts, as is what check_disjoint finds: so a call at known addresses checks nothing.
@@ -210,15 +173,14 @@ def _packed(launch: Launch, a: int, a_scale: int, b: int, b_scale: int, bias: in
     inputs = {"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale, "bias": bias, "masked_m" if masked else "offsets": groups, "ends": ends}
     check_disjoint("out", out, launch.bytes["out"], {name: (start, launch.bytes[name]) for name, start in inputs.items() if start})
     if groups is None:
-        groups = ends = a_scale  # not followed, as bias, partials and finished where there are none
+        groups = ends = a_scale  # not followed, as bias where there is none
     elif ends is None:
         ends = groups if masked else groups + 4  # offsets[1:]
     (x, y), (x_scale, y_scale) = _sides(launch.chosen, a, b), _sides(launch.chosen, a_scale, b_scale)
     of_x, of_y, of_d = launch.layouts
     x_map, y_map = encoded_at(of_x, x), encoded_at(of_y, y)
     d_map = encoded_at(of_d, out) if stores_by_tma(launch.chosen, launch.problem) else x_map
-    return Arguments(launch.packing, [x_map, y_map, d_map, x_scale, y_scale, bias or a_scale, groups, ends, out, partials or a_scale,
-                                      finished or a_scale, *launch.numbers])  # fmt: skip
+    return Arguments(launch.packing, [x_map, y_map, d_map, x_scale, y_scale, bias or a_scale, groups, ends, out, *launch.numbers])
 
 
 _launches: dict[tuple, Launch] = {}
@@ -235,28 +197,6 @@ def prepare(problem: Problem, chosen: Plan, operands: Operands, out: torch.Tenso
             _launches.clear()
         found = _launches[key] = Launch(problem, chosen, operands, out)
     return found
-
-
-# Counters of split tiles: so many for each stream, for the first streams of a GPU. Not torch's memory: torch.compile's graphs
-# refuse what stays alive in their pool.
-COUNTERS_OF_A_STREAM, STREAMS_WITH_COUNTERS = 4096, 64
-PER_THREAD_STREAM = 2  # cudaStreamPerThread: one handle, a stream for each thread
-_counters_lock = threading.Lock()
-
-
-def _counters(device_index: int, stream: int) -> int | None:
-    """The address of this stream's counters, zero whenever no split product runs there; None where streams are too many."""
-    addresses = _addresses(device_index)
-    if stream not in addresses and stream != PER_THREAD_STREAM:
-        with _counters_lock:
-            if stream not in addresses and len(addresses) < STREAMS_WITH_COUNTERS:
-                addresses[stream] = zeros_on_gpu(4 * COUNTERS_OF_A_STREAM, stream)
-    return addresses.get(stream)
-
-
-@functools.cache
-def _addresses(device_index: int) -> dict[int, int]:
-    return {}
 
 
 def _three_dimensions(x: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,8 @@
 //   Masked          A is (groups, rows, K), of which the first ends[g] rows of group g are tokens; B is (groups, N, K).
 //   KGrouped        group g is k from begins[g], a multiple of 128, to ends[g] in both; D is (groups, M, N).
 //
-//   grid (CTAs, at most one per SM), block (Threads). Warp 0 loads tiles by TMA, warps 1 to 3 load scales, warpgroups
-//   1 and up multiply.
+//   grid (CTAs, at most CtasPerSm for each SM), block (Threads). Warp 0 loads tiles by TMA, warps 1 to 3 load scales, warpgroups
+//   1 and up multiply. Where K is split: clusters of Splits CTAs, one cluster for every tile of D.
 
 #include "hopper.cuh"
 
@@ -27,7 +27,7 @@ constexpr int BlockY = BLOCK_Y;            // columns of a tile, a multiple of 8
 constexpr int BlockK = 128;                // bytes of k in one slot of the ring
 constexpr int Stages = NUM_STAGES;         // slots of the ring
 constexpr int GroupX = GROUP_X;            // rows of tiles that are worked on together, so that L2 serves them
-constexpr int Splits = SPLITS;             // parts that K is cut into, each a tile of its own; added up in order
+constexpr int Splits = SPLITS;             // parts that K is cut into, one for each CTA of a cluster; added up in order
 constexpr int Interval = INTERVAL;         // blocks of k between promotions; 0: never, one accumulator over all of k
 constexpr bool VectorY = VECTOR_Y;         // every row of Y has its own scale; else every 128 of them share one
 constexpr bool StoreByTma = STORE_BY_TMA;  // D's rows are multiples of 16 bytes, and X is A
@@ -36,8 +36,11 @@ constexpr bool Bias = BIAS;                // one FP32 number per n
 typedef OUTPUT Output;                     // bf16, fp16 or float
 
 constexpr int Threads = 128 * (1 + Consumers);
-// Registers per thread after the exchange; 128 * (producer + 2 * consumer) <= 65536. Two rounds need every one they can get.
-constexpr int ProducerRegisters = Rounds == 2 ? 40 : 56, ConsumerRegisters = Rounds == 2 ? 232 : 224;
+constexpr int CtasPerSm = CTAS_PER_SM;     // 2: small tiles, so that a CTA, or the next grid's, starts while another ends
+// Registers per thread after the exchange; CtasPerSm * 128 * (producer + Consumers * consumer) <= 65536. Two rounds need every one
+// they can get.
+constexpr int ProducerRegisters = Rounds == 2 ? 40 : 56, ConsumerRegisters = CtasPerSm == 2 ? 192 : Rounds == 2 ? 232 : 224;
+constexpr int Values = Rounds * BlockY / 2;  // outputs of one thread
 // A panel is what one warp stages for one TMA store: 16 rows of D, as wide as a swizzle span (128, 64 or 32 bytes) can be.
 constexpr int RowBytes = BlockY * sizeof(Output);
 constexpr int PanelBytes = !StoreByTma ? 16 : RowBytes % 128 == 0 ? 128 : RowBytes % 64 == 0 ? 64 : 32;
@@ -56,11 +59,12 @@ struct alignas(1024) Shared {              // 1024: the period of a 128-byte swi
   u8 x[Stages][BlockX * BlockK];
   u8 y[Stages][BlockY * BlockK];
   u8 out[4 * Consumers][16 * PanelBytes];  // one panel per warp
+  float4 parts[Splits > 1 ? (Splits - 1) * BlockX * BlockY / 4 : 1];  // splits: sums of the cluster's other CTAs, in CTA 0
   float scale_x[Stages][BlockX];           // of the slot's block of k
   float scale_y[Stages][ScalesY];
   u64 full[Stages];                        // the slot is filled: one arrival with the tiles' bytes, one per thread that copies scales
   u64 empty[Stages];                       // the slot may be overwritten: one arrival per consumer warp
-  u32 last[Consumers];                     // splits: whether this consumer finished last
+  u64 parts_full[Consumers];               // splits: the parts for this consumer are there
 };
 
 struct Ring {                              // a place in the ring, the same for everyone
@@ -89,7 +93,7 @@ __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, valu
 // one group, 32 groups at a time, because the sizes of groups are known on the device only.
 struct Scheduler {
   const Arguments& problem;
-  int index = blockIdx.x, chunk = 0, before = 0;                       // next tile; groups being looked at; tiles in those before
+  int index = blockIdx.x / Splits, chunk = 0, before = 0;              // next tile; groups being looked at; tiles in those before
 
   // Sizes are known on the device only, so wrong ones are found here: whatever they are, nothing outside of the tensors is touched.
   __device__ int begin(int group) const { return max(problem.begins[group], 0); }
@@ -130,14 +134,12 @@ struct Scheduler {
       }
       (Swapped ? y_tiles : x_tiles) = Swapped ? (size + BlockY - 1) / BlockY : (size + BlockX - 1) / BlockX;
     } else {
-      const int per_group = x_tiles * y_tiles * Splits;
+      const int per_group = x_tiles * y_tiles;
       if (index >= per_group * problem.groups) return false;
       if constexpr (Problem == KGrouped) tile.group = index / per_group, within = index % per_group;
     }
-    index += gridDim.x;
-
-    tile.split = within % Splits;
-    within /= Splits;
+    index += gridDim.x / Splits;
+    tile.split = blockIdx.x % Splits;                                  // the CTA's rank in its cluster
     const int first = within / (GroupX * y_tiles) * GroupX;            // in groups of GroupX rows; within a group x runs fastest
     const int height = min(GroupX, x_tiles - first);
     within %= GroupX * y_tiles;
@@ -269,10 +271,10 @@ __device__ __forceinline__ void store_rows(const float (&total)[BlockY / 2], con
   for (int i = 0; i < BlockY / 2; ++i) to.store_one(tile, x + lane / 4 + i / 2 % 2 * 8, tile.y + i / 4 * 8 + lane % 4 * 2 + i % 2, total[i]);
 }
 
-extern "C" __global__ void __launch_bounds__(Threads, 1)
+extern "C" __global__ void __launch_bounds__(Threads, CtasPerSm)
 gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap map_y, const __grid_constant__ TensorMap map_d,
      const float* __restrict__ scale_x, const float* __restrict__ scale_y, const float* __restrict__ bias,
-     const int* __restrict__ begins, const int* __restrict__ ends, Output* D, float* partials, u32* finished, int x_rows, int y_rows, int k, int groups, int d_rows, int d_row_length,
+     const int* __restrict__ begins, const int* __restrict__ ends, Output* D, int x_rows, int y_rows, int k, int groups, int d_rows, int d_row_length,
      int scale_x_group_stride, int scale_x_shift, int scale_x_row_stride, int scale_x_k_stride,
      int scale_y_group_stride, int scale_y_shift, int scale_y_row_stride, int scale_y_k_stride) {
   extern __shared__ u8 raw[];
@@ -287,9 +289,19 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
       mbarrier_init(&shared.full[s], 1 + 32 * (BlockX > 128 ? 3 : 2));
       mbarrier_init(&shared.empty[s], 4 * Consumers);
     }
+    if constexpr (Splits > 1)
+      for (int c = 0; c < Consumers; ++c) {
+        mbarrier_init(&shared.parts_full[c], 1);
+        mbarrier_arrive_expect_tx(&shared.parts_full[c], (Splits - 1) * Values * 128 * sizeof(float));
+      }
     fence_mbarrier_init();
+    tma_prefetch_map(&map_x), tma_prefetch_map(&map_y);
   }
   __syncthreads();                                                     // the barriers exist
+  if constexpr (Splits > 1) cluster_arrive();                          // for the other CTAs too; waited for before they are used
+  // Up to here nothing was read that an earlier kernel writes, so that this may overlap with that kernel's end.
+  wait_for_previous_grid();
+  launch_next_grid();
 
   if (warpgroup == 0) {
     registers_decrease<ProducerRegisters>();
@@ -435,27 +447,28 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
       }
 
       if constexpr (Splits > 1) {
-        // Each split leaves its sums; whoever comes last adds them up, in the order of the splits, so timing changes nothing.
-        constexpr int Values = Rounds * BlockY / 2;                    // per thread
-        const int tile_index = (tile.x / BlockX * ((y_rows + BlockY - 1) / BlockY) + tile.y / BlockY) * Consumers + consumer;
-        float* mine = partials + ((long long)tile_index * Splits * Values) * 128 + threadIdx.x % 128;
+        // The others leave their sums in the shared memory of the CTA with the first split, which adds them up in the order of the
+        // splits: timing changes nothing. There is one tile for each cluster, so nothing there is overwritten too early.
+        constexpr int Stride = 128 * Consumers;                        // threads that leave sums side by side
+        float4* parts = &shared.parts[threadIdx.x - 128];              // of this thread
+        cluster_wait();                                                // CTA 0 has its barriers
+        if (tile.split > 0) {
 #pragma unroll
-        for (int i = 0; i < Values; ++i) mine[(long long)(tile.split * Values + i) * 128] = total[i / (BlockY / 2)][i % (BlockY / 2)];
-        __threadfence();
-        named_barrier_sync(1 + consumer, 128);
-        if (threadIdx.x % 128 == 0) {
-          const u32 before = atomicAdd(&finished[tile_index], 1);
-          shared.last[consumer] = before == Splits - 1;
-          if (before == Splits - 1) finished[tile_index] = 0;          // ready for the next call
+          for (int i = 0; i < Values; i += 4) {
+            const float* four = &total[i / (BlockY / 2)][i % (BlockY / 2)];
+            store_async(&parts[((tile.split - 1) * Values + i) / 4 * Stride], &shared.parts_full[consumer], 0, make_float4(four[0], four[1], four[2], four[3]));
+          }
+          continue;
         }
-        named_barrier_sync(1 + consumer, 128);
-        if (!shared.last[consumer]) continue;
-        __threadfence();
+        mbarrier_wait_cluster(&shared.parts_full[consumer], 0);
+        // Fours of registers of all threads side by side: register i of split s is in left[((s - 1) * Values + i) / 4 * 4 * Stride + i % 4].
+        const float* left = reinterpret_cast<const float*>(parts);
 #pragma unroll
         for (int i = 0; i < Values; ++i) {
-          float value = *(volatile float*)&mine[(long long)i * 128];
+          float value = total[i / (BlockY / 2)][i % (BlockY / 2)];
           // BLANK 4: add register i of the other splits, in the order of the splits
-          for (int split = 1; split < Splits; ++split) value += *(volatile float*)&mine[(long long)(split * Values + i) * 128];
+#pragma unroll
+          for (int split = 1; split < Splits; ++split) value += left[((split - 1) * Values + i) / 4 * 4 * Stride + i % 4];
           // END BLANK
           total[i / (BlockY / 2)][i % (BlockY / 2)] = value;
         }

@@ -1,9 +1,12 @@
 """Kernel: one call that runs on the machine its tensors live on, and refuses what neither machine could run."""
 
+import ctypes
+import struct
+
 import pytest
 import torch
 
-from hopperlab.kernel import Kernel
+from hopperlab.kernel import Arguments, Kernel, Packing, Parameter, _launch_config
 
 SOURCE = """
 struct Pair { float x, y; };
@@ -89,3 +92,59 @@ def test_simulator_options_are_refused_on_a_gpu(affine, device):
     x = torch.zeros(4, device=device)
     with pytest.raises(TypeError, match="options of the simulator"):
         affine[1, 32](x, x, 4, 1.0, 0, 0, seed=1)
+
+
+# ---- what a GPU launch is made of, without a GPU ----------------------------------------------------------------------
+
+
+def test_arguments_lie_as_the_abi_says():
+    """Against ctypes, which follows the C compiler: scalars aligned to their size, tensor maps to 64 bytes."""
+    declared = [("b8", 128, 64), ("u32", 4, 4), ("u64", 8, 8), ("u8", 1, 1), ("f32", 4, 4), ("b8", 128, 64), ("u16", 2, 2), ("f64", 8, 8)]
+    packing = Packing([Parameter(f"p{i}", *each) for i, each in enumerate(declared)])
+    values = [bytes(range(128)), 2**32 - 5, 0x1122334455667788, 200, 0.5, bytes(range(127, -1, -1)), 65535, -2.25]
+    arguments = Arguments(packing, values)
+    assert arguments.address % 8 == 0
+    addresses = struct.unpack(f"{len(declared)}Q", ctypes.string_at(arguments.address, 8 * len(declared)))
+
+    class Between(ctypes.Structure):  # the two maps, which ctypes cannot align
+        _fields_ = [("i", ctypes.c_uint32), ("p", ctypes.c_uint64), ("b", ctypes.c_uint8), ("f", ctypes.c_float)]
+
+    assert [address - addresses[0] - 128 for address in addresses[1:5]] == [getattr(Between, name).offset for name in "ipbf"]
+    assert all(address % alignment == 0 for address, (_, _, alignment) in zip(addresses, declared))
+    kinds = {"u32": "<I", "u64": "<Q", "u8": "<B", "f32": "<f", "u16": "<H", "f64": "<d"}
+    for address, (kind, size, _), value in zip(addresses, declared, values):
+        there = ctypes.string_at(address, size)
+        assert (there if kind == "b8" else struct.unpack(kinds[kind], there)[0]) == value
+
+
+def test_parameters_of_a_kernel_with_maps_are_placed_by_its_ptx(tmp_path):
+    path = tmp_path / "maps.cu"
+    path.write_text("""
+#include "hopper.cuh"
+extern "C" __global__ void mixed(int n, const __grid_constant__ TensorMap map, float* out, unsigned short s, double d) {
+  if (n == 1) tma_prefetch_map(&map);
+  *out = s + (float)d;
+}""")
+    kernel = Kernel(path, "mixed")
+    assert [(p.bytes, p.alignment) for p in kernel.parameters] == [(4, 4), (128, 64), (8, 8), (2, 2), (8, 8)]
+    assert kernel.packing.offsets == [0, 64, 192, 200, 208] and kernel.packing.table == 216
+
+
+def test_values_of_arguments(affine):
+    x, _, n, scale, shift, offset = affine.parameters
+    memory = torch.zeros(4)
+    assert affine.value(memory, x) == memory.data_ptr() and affine.value(-1, n) == 2**32 - 1 and affine.value(2**32 - 1, n) == 2**32 - 1
+    assert affine.value(1, scale) == 1.0 and affine.value(True, shift) == 1 and affine.value(-(2**40), offset) == 2**64 - 2**40
+    for value, parameter in ((memory, n), (1.5, n), (2**32, n), (256, shift), ("4", n), (None, x)):
+        with pytest.raises((TypeError, OverflowError)):
+            affine.value(value, parameter)
+
+
+def test_a_launch_configuration_has_its_stream_and_attributes():
+    driver = pytest.importorskip("cuda.bindings.driver")
+    for cluster, early, wanted in (((1, 1, 1), False, []), ((2, 1, 1), False, ["CLUSTER"]), ((1, 1, 1), True, ["PROGRAMMATIC"]),
+                                   ((2, 1, 1), True, ["CLUSTER", "PROGRAMMATIC"])):  # fmt: skip
+        config = _launch_config((4, 2, 1), (128, 1, 1), cluster, 1024, early, 9)
+        assert (config.gridDimX, config.gridDimY, config.blockDimX, config.sharedMemBytes, int(config.hStream)) == (4, 2, 128, 1024, 9)
+        assert isinstance(config, driver.CUlaunchConfig) and config.numAttrs == len(wanted)
+        assert all(name in attribute.id.name for name, attribute in zip(wanted, config.attrs))

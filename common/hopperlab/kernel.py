@@ -288,15 +288,6 @@ def raw_stream(device_index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device_index)
 
 
-def zeros_on_gpu(size: int, stream: int) -> int:
-    """The address of ``size`` bytes on the current GPU, zeros as far as ``stream`` can see. Never freed."""
-    from cuda.bindings import driver
-
-    address = _checked(driver.cuMemAlloc(size), f"allocating {size} bytes")
-    _checked(driver.cuMemsetD8Async(address, 0, size, driver.CUstream(stream)), "writing zeros")
-    return int(address)
-
-
 def _checked(result, doing: str):
     """The value a driver call returned. Raises RuntimeError that says what failed and how."""
     status, *values = result

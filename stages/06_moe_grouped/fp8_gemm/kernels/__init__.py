@@ -164,7 +164,7 @@ class Launch:
 
 @functools.lru_cache(maxsize=8192)  # about 2 KB each
 def packed(launch: Launch, a: int, a_scale: int, b: int, b_scale: int, bias: int | None, groups: int | None, ends: int | None,
-            out: int) -> Arguments:  # fmt: skip
+           out: int) -> Arguments:  # fmt: skip
     """The arguments of a launch with operands at these addresses, which in a loop of inference or training come again and again.
 
     A pure function of addresses and layouts, as is what check_disjoint finds: so a call at known addresses checks nothing.

@@ -1,0 +1,236 @@
+"""The way of a call to its launch, with a driver that only writes down what it is given: on any machine, without a GPU."""
+
+import ctypes
+import struct
+import threading
+
+import pytest
+import torch
+from helpers import ints, random, refused
+
+from fp8_gemm import bench, dispatch, gemm, grouped_gemm, kernels, masked_gemm, ops, quantize, quantize_grouped
+from fp8_gemm.problem import Operands, Problem
+from hopperlab import kernel as hopperlab_kernel
+from hopperlab import tensormap
+
+driver = pytest.importorskip("cuda.bindings.driver")
+BF16, FP32 = torch.bfloat16, torch.float32
+PARAMETERS = kernels._kernel_of(Problem("dense", 40, 48, 256), kernels.plan_for(Problem("dense", 40, 48, 256), torch.device("cpu"))).parameters
+MAPS, SCALES, OUT = slice(0, 3), slice(3, 5), 8  # places among the parameters
+
+
+class Gpu:
+    """What reached the driver: (function, parameters, stream) of each launch, addresses of each encoded map."""
+
+    def __init__(self):
+        self.launches, self.encoded, self.stream, self.statuses = [], [], 7, []
+
+    def launch(self, config, function, parameters, extra):
+        addresses = struct.unpack(f"{len(PARAMETERS)}Q", ctypes.string_at(parameters, 8 * len(PARAMETERS)))
+        values = [ctypes.string_at(address, parameter.bytes) for address, parameter in zip(addresses, PARAMETERS)]
+        numbers = [value if len(value) == tensormap.BYTES else int.from_bytes(value, "little") for value in values]
+        self.launches.append((function, numbers, int(config.hStream)))
+        return (self.statuses.pop(0) if self.statuses else driver.CUresult.CUDA_SUCCESS,)
+
+    def encode(self, kind, rank, address, *layout):
+        self.encoded.append(address)
+        memory = ctypes.create_string_buffer(struct.pack("<Q", address), tensormap.BYTES)
+        made = type("Map", (), {"getPtr": lambda self: ctypes.addressof(memory), "memory": memory})()
+        return driver.CUresult.CUDA_SUCCESS, made
+
+    @property
+    def last(self):
+        return self.launches[-1][1]
+
+    @property
+    def map_addresses(self):
+        return [struct.unpack_from("<Q", encoded)[0] for encoded in self.last[MAPS]]
+
+
+def forget():
+    ops.forget()
+    kernels._launches.clear()
+    for cached in (kernels.packed, tensormap.encoded_at, tensormap._driver_arguments, hopperlab_kernel.Kernel.prepare, dispatch._chosen):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """CPU tensors take the way of CUDA tensors. A call seen for the first time runs on the simulator, later ones end in Gpu."""
+    made = Gpu()
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", made.launch)
+    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", made.encode)
+    monkeypatch.setattr(hopperlab_kernel.Kernel, "_loaded", lambda self, index, shared_bytes: driver.CUfunction(1234))
+    monkeypatch.setattr(dispatch, "choose", lambda problem, device, backend=None: (backend or "cuda", None, {}))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of "cpu"
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: made.stream, raising=False)
+    forget()
+    yield made
+    forget()
+
+
+@pytest.fixture
+def operands():
+    return quantize(random(40, 256)), quantize(random(48, 256, seed=1), "128x128")
+
+
+def test_a_second_call_goes_straight_to_its_launch(gpu, operands):
+    a, b = operands
+    want = gemm(a, b)
+    assert not gpu.launches
+    out = gemm(a, b)
+    assert out.shape == want.shape and out.dtype == want.dtype and out.is_contiguous() and len(gpu.launches) == 1
+    scales = {a.scale.data_ptr(), b.scale.data_ptr()}
+    assert set(gpu.last[SCALES]) == scales and gpu.last[OUT] == out.data_ptr() and gpu.launches[0][2] == 7
+    assert {a.data.data_ptr(), b.data.data_ptr()} <= set(gpu.map_addresses)
+
+
+def test_what_reaches_the_driver_is_what_the_simulator_gets(gpu, operands):
+    a, b = operands
+    problem, chosen = Problem("dense", 40, 48, 256), kernels.plan_for(Problem("dense", 40, 48, 256), torch.device("cpu"))
+    bias, out = random(48), torch.empty(40, 48, dtype=BF16)
+    for added in (None, bias):
+        gemm(a, b, bias=added, out=out)
+        gemm(a, b, bias=added, out=out)
+        numbers = kernels._numbers(problem, chosen, Operands(a.data, b.data, a.scale, b.scale))
+        assert tuple(gpu.last[-len(numbers) :]) == numbers
+        assert gpu.last[5] == (a.scale if added is None else bias).data_ptr()
+
+
+def test_known_addresses_encode_nothing_and_new_ones_only_themselves(gpu, operands):
+    a, b = operands
+    out = torch.empty(40, 48, dtype=BF16)
+    gemm(a, b, out=out), gemm(a, b, out=out)
+    encoded = len(gpu.encoded)
+    gemm(a, b, out=out)
+    assert len(gpu.encoded) == encoded
+    other = quantize(random(40, 256, seed=5))
+    gemm(other, b, out=out)
+    assert gpu.encoded[encoded:] == [other.data.data_ptr()] and other.scale.data_ptr() in gpu.last[SCALES]
+
+
+def test_groups_and_their_ends(gpu):
+    experts, x, counts = quantize_grouped(random(3, 48, 256)), quantize(random(40, 256)), ints(8, 20, 12)
+    indices = torch.repeat_interleave(torch.arange(3, dtype=torch.int32), counts)
+    offsets = ints(0, 8, 28, 40)
+    for groups in ({"offsets": offsets}, {"counts": counts}, {"indices": indices}):
+        for _ in range(2):
+            grouped_gemm(x, experts, **groups)
+        begins, ends = gpu.last[6:8]
+        assert begins and ends and (ends == begins + 4) == ("indices" not in groups)
+        if "offsets" in groups:
+            assert begins == offsets.data_ptr()
+    sizes = ints(8, 0, 3)
+    for _ in range(2):
+        masked_gemm(quantize_grouped(random(3, 8, 256), "1x128"), experts, sizes)
+    assert gpu.last[6:8] == [sizes.data_ptr()] * 2
+
+
+def test_another_layout_or_option_is_another_call(gpu, operands):
+    a, b = operands
+    pitched = torch.zeros(40, 512, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, :256]
+    wide = type(a)(pitched, a.scale, "1x128")
+    out, wide_out = torch.empty(40, 48, dtype=BF16), torch.empty(40, 96, dtype=BF16)[:, :48]
+    calls = (lambda: gemm(a, b, out=out), lambda: gemm(wide, b, out=out), lambda: gemm(a, b, out=wide_out), lambda: gemm(a, b, out_dtype=FP32),
+             lambda: gemm(a, b, num_sms=20), lambda: gemm(a, b, batch_invariant=True), lambda: gemm(a, b, bias=random(48)),
+             lambda: gemm(a, b, c=out, out=out))  # fmt: skip
+    for number, call in enumerate(calls):
+        call()
+        assert len(gpu.launches) == number  # the first time, the ordinary way
+        call()
+        assert len(gpu.launches) == number + 1
+
+
+def test_checks_that_need_addresses_or_this_moment_are_made_in_every_call(gpu, operands, monkeypatch):
+    a, b = operands
+    memory = torch.zeros(40 * 256 + 40 * 48 * 2, dtype=torch.uint8)
+    apart, inside = (memory[start : start + 40 * 48 * 2].view(BF16).view(40, 48) for start in (40 * 256, 0))
+    a = type(a)(memory[: 40 * 256].view(torch.float8_e4m3fn).view(40, 256), a.scale, "1x128")
+    gemm(a, b, out=apart), gemm(a, b, out=apart)
+    launches = len(gpu.launches)
+    with refused(ValueError, "out shares memory with a,", "of its own"):
+        gemm(a, b, out=inside)
+    with refused(ValueError, "out requires grad"):
+        gemm(a, b, out=torch.zeros(40, 48, dtype=BF16, requires_grad=True))
+    with refused(ValueError, "interval is 192"):
+        gemm(a, b, out=apart, interval=192)
+    monkeypatch.setenv("FP8_GEMM_BACKEND", "reference")
+    seen = []
+    monkeypatch.setattr(dispatch, "run", lambda *arguments, **options: seen.append(arguments))
+    gemm(a, b, out=apart)
+    assert seen and len(gpu.launches) == launches
+
+
+def test_an_address_that_tma_cannot_read_is_copied(gpu, operands):
+    a, b = operands
+    gemm(a, b), gemm(a, b)
+    launches = len(gpu.launches)
+    memory = torch.zeros(40 * 256 + 8, dtype=torch.uint8)
+    memory[8:] = a.data.view(torch.uint8).flatten()
+    odd = type(a)(memory[8:].view(torch.float8_e4m3fn).view(40, 256), a.scale, "1x128")
+    assert odd.data.data_ptr() % 16 == 8
+    assert torch.equal(gemm(odd, b), gemm(a, b, backend="simulator")) and len(gpu.launches) == launches
+
+
+def test_each_stream_has_its_configuration(gpu, operands):
+    """One that is shared, with the stream written into it, would be a race between threads."""
+    a, b = operands
+    gemm(a, b)
+    for stream in (7, 9, 7):
+        gpu.stream = stream
+        gemm(a, b)
+    assert [stream for *_, stream in gpu.launches] == [7, 9, 7]
+
+
+def test_threads_launch_at_once_with_their_own_tensors(gpu, operands):
+    a, b = operands
+    gemm(a, b)
+    inside, results, real = threading.Barrier(2, timeout=30), {}, gpu.launch
+
+    def launch(*arguments):
+        inside.wait()  # both threads are between packing and the driver's reading
+        inside.wait()
+        return real(*arguments)
+
+    hopperlab_kernel.Kernel.prepare.cache_clear(), kernels._launches.clear(), ops.forget()
+    driver.cuLaunchKernelEx = launch  # restored with the fixture
+    gemm(a, b)
+    operand = [quantize(random(40, 256, seed=seed)) for seed in (1, 2)]
+    outs = [torch.empty(40, 48, dtype=BF16) for _ in operand]
+    gemm(operand[0], b, out=torch.empty(40, 48, dtype=BF16))
+    threads = [threading.Thread(target=lambda i=i: results.update({i: gemm(operand[i], b, out=outs[i])})) for i in range(2)]
+    [thread.start() for thread in threads], [thread.join() for thread in threads]
+    assert {numbers[OUT] for _, numbers, _ in gpu.launches} == {out.data_ptr() for out in outs}
+    for _, numbers, _ in gpu.launches:
+        index = [out.data_ptr() for out in outs].index(numbers[OUT])
+        assert operand[index].scale.data_ptr() in numbers[SCALES]
+        assert operand[index].data.data_ptr() in [struct.unpack_from("<Q", encoded)[0] for encoded in numbers[MAPS]]
+
+
+def test_a_launch_that_fails_says_so(gpu, operands):
+    a, b = operands
+    gemm(a, b)
+    gpu.statuses = [driver.CUresult.CUDA_ERROR_INVALID_VALUE]
+    with refused(RuntimeError, "launching gemm failed", "CUDA_ERROR_INVALID_VALUE"):
+        gemm(a, b)
+
+
+def test_a_thread_without_a_context_gets_one(gpu, operands, monkeypatch):
+    core = pytest.importorskip("cuda.core")
+    made_current = []
+    monkeypatch.setattr(core, "Device", lambda index: type("Device", (), {"set_current": lambda self: made_current.append(index)})())
+    a, b = operands
+    gemm(a, b)
+    gpu.statuses = [driver.CUresult.CUDA_ERROR_INVALID_CONTEXT]
+    gemm(a, b)
+    assert made_current == [None] and len(gpu.launches) == 2
+
+
+def test_the_host_benchmark_times_every_part(gpu):
+    for call in (calls := bench.host_calls(16, 64, 256, device="cpu")).values():
+        call()
+    rows = bench.measure_host({name: calls[name] for name in ("gemm, out given", "launch alone", "torch: x.zero_()")})
+    assert [row["name"] for row in rows] == ["gemm, out given", "launch alone", "torch: x.zero_()"]
+    assert all(0 < row["microseconds"] and len(row["rounds_us"]) == bench.HOST_ROUNDS for row in rows)
+    assert bench.processor()

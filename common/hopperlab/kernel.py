@@ -37,6 +37,9 @@ _SCALAR_TYPES = {
     "s8": ctypes.c_int8, "s16": ctypes.c_int16, "s32": ctypes.c_int32, "s64": ctypes.c_int64,
     "b8": ctypes.c_uint8, "b16": ctypes.c_uint16, "b32": ctypes.c_uint32, "b64": ctypes.c_uint64,
 }  # fmt: skip
+# Of integers: PTX declares int as u32, so signed and unsigned values are right.
+_RANGES = {name: (-(2 ** (8 * ctypes.sizeof(kind) - 1)), 2 ** (8 * ctypes.sizeof(kind))) for name, kind in _SCALAR_TYPES.items()
+           if kind not in (ctypes.c_float, ctypes.c_double)}  # fmt: skip
 
 
 _SIMULATION = contextvars.ContextVar("simulation", default=({}, None))
@@ -111,10 +114,7 @@ class Kernel:
         if not isinstance(launch, tuple) or not 2 <= len(launch) <= 4:
             raise TypeError(f"kernel[grid, block], kernel[grid, block, cluster] or "
                             f"kernel[grid, block, cluster, shared_bytes]; got kernel[{launch!r}]")  # fmt: skip
-        grid, block, cluster, shared_bytes = launch + (1, 0)[len(launch) - 2 :]
-        grid, block, cluster = _dim3("grid", grid), _dim3("block", block), _dim3("cluster", cluster)
-        _check_launch(grid, block, cluster, shared_bytes)
-        return functools.partial(self.launch, grid=grid, block=block, cluster=cluster, shared_bytes=shared_bytes)
+        return functools.partial(self.launch, **_launch_options(tuple(tuple(x) if isinstance(x, list) else x for x in launch)))
 
     def launch(self, *arguments, grid, block, cluster=(1, 1, 1), shared_bytes=0, **simulator_options):
         """Launch on the device of the tensors among ``arguments``.
@@ -145,12 +145,15 @@ class Kernel:
         return None
 
     def _device(self, arguments) -> torch.device:
-        devices = {a.device for a in arguments if isinstance(a, torch.Tensor)}
-        devices |= {a.tensor.device for a in arguments if isinstance(a, TensorMap)}
+        devices = []
+        for argument in arguments:
+            tensor = argument.tensor if isinstance(argument, TensorMap) else argument
+            if isinstance(tensor, torch.Tensor) and tensor.device not in devices:
+                devices.append(tensor.device)
         if len(devices) != 1:
             raise ValueError(f"arguments of {self.entry}: tensors of one device are needed to choose the machine, "
                              f"got {sorted(map(str, devices)) or 'no tensor'}")  # fmt: skip
-        return devices.pop()
+        return devices[0]
 
     def _launch_on_gpu(self, device, arguments, grid, block, cluster, shared_bytes):
         values = [self.value(argument, parameter) for argument, parameter in zip(arguments, self.parameters)]
@@ -163,9 +166,7 @@ class Kernel:
         early: it may start while the kernel before it in the stream ends, because it waits for that one by griddepcontrol.wait
         (CUDA C++ Programming Guide, "Programmatic Dependent Launch").
         """
-        grid, block, cluster = _dim3("grid", grid), _dim3("block", block), _dim3("cluster", cluster)
-        _check_launch(grid, block, cluster, shared_bytes)
-        return GpuLaunch(self, device_index, grid, block, cluster, shared_bytes, early)
+        return GpuLaunch(self, device_index, early=early, **_launch_options((grid, block, cluster, shared_bytes)))
 
     @functools.cache  # noqa: B019 - kernels live as long as the process
     def _loaded(self, device_index: int, shared_bytes: int):
@@ -198,15 +199,14 @@ class Kernel:
         if isinstance(argument, TensorMap):
             return encoded_at(argument.layout, argument.address)
         if isinstance(argument, (bool, int, float)):
-            kind = _SCALAR_TYPES[parameter.type]
-            if kind in (ctypes.c_float, ctypes.c_double):
+            if parameter.type in ("f32", "f64"):
                 return float(argument)
             if not isinstance(argument, int):
                 raise TypeError(f"{parameter.name} is {parameter.type}; got the float {argument}, an integer is needed")
-            bits = 8 * ctypes.sizeof(kind)  # PTX declares int as u32: both ranges are right
-            if not -(2 ** (bits - 1)) <= argument < 2**bits:
-                raise OverflowError(f"{parameter.name} is {parameter.type}; {argument} does not fit in {bits} bits")
-            return argument % 2**bits
+            low, end = _RANGES[parameter.type]
+            if not low <= argument < end:
+                raise OverflowError(f"{parameter.name} is {parameter.type}; {argument} does not fit in {end.bit_length() - 1} bits")
+            return argument % end
         raise TypeError(f"{parameter.name}: got {type(argument).__name__}, allowed are tensors, TensorMap, int, float, bool")
 
 
@@ -294,6 +294,15 @@ def _checked(result, doing: str):
     if status.value != 0:
         raise RuntimeError(f"{doing} failed: {status.name}")
     return values[0] if values else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch_options(launch: tuple) -> dict:
+    """Keywords of Kernel.launch for (grid, block), (grid, block, cluster) or (grid, block, cluster, shared_bytes)."""
+    grid, block, cluster, shared_bytes = launch + (1, 0)[len(launch) - 2 :]
+    grid, block, cluster = _dim3("grid", grid), _dim3("block", block), _dim3("cluster", cluster)
+    _check_launch(grid, block, cluster, shared_bytes)
+    return {"grid": grid, "block": block, "cluster": cluster, "shared_bytes": shared_bytes}
 
 
 def _dim3(name: str, value) -> tuple[int, int, int]:

@@ -41,7 +41,7 @@ def gemm(
     """
     if (isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor) and c is None and layout == "nt" and out_dtype in WIDE_DTYPES
             and not ops.traced(a, b, bias, out)):  # fmt: skip
-        return ops.compute("dense", a, b, out_dtype, interval, backend, plan_overrides, out, False, bias)  # all else is for other calls
+        return ops.compute("dense", a, b, out_dtype, interval, backend, plan_overrides, out, bias=bias)  # the short way
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; allowed are {', '.join(map(repr, LAYOUTS))}: A's letter first, "
                          "'n' as in A (M, K) and B (K, N), 't' transposed")  # fmt: skip

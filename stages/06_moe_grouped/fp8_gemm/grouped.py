@@ -31,6 +31,9 @@ def grouped_gemm(
     reaches no other row. Values of group tensors are checked on the CPU; on a GPU by validate_groups, or for every call with
     FP8_GEMM_VALIDATE=1. Other arguments and errors as in gemm. Differentiable in plain a and b.
     """
+    if (type(a) is ScaledTensor and type(b) is GroupedTensor and type(offsets) is torch.Tensor and counts is None and indices is None
+            and out_dtype in WIDE_DTYPES and not ops.traced(a, b, offsets, out)):  # fmt: skip
+        return ops.compute("contiguous", a, b, out_dtype, interval, backend, plan_overrides, out, groups=offsets)  # the short way
     a, recipe_a = _matrix("a", a, recipe, 0)
     b, recipe_b = _stack("b", b, recipe, 1)
     offsets, ends = row_groups(_shape(b)[0], _shape(a)[0], offsets=offsets, counts=counts, indices=indices)
@@ -54,6 +57,9 @@ def masked_gemm(
     Rows from masked_m[g] on are not written, as in grouped_gemm. Buffers of one size whatever the routing: what CUDA graphs
     of a decoding step need. Other arguments and errors as in gemm. Differentiable in plain a and b.
     """
+    if (type(a) is GroupedTensor and type(b) is GroupedTensor and type(masked_m) is torch.Tensor and out_dtype in WIDE_DTYPES
+            and not ops.traced(a, b, masked_m, out)):  # fmt: skip
+        return ops.compute("masked", a, b, out_dtype, interval, backend, plan_overrides, out, groups=masked_m)  # the short way
     a, recipe_a = _stack("a", a, recipe, 0)
     b, recipe_b = _stack("b", b, recipe, 1)
     if not isinstance(masked_m, torch.Tensor):

@@ -8,7 +8,7 @@ from fp8_gemm.problem import Problem
 BLOCK_K = 128
 SHARED_BYTES = 227 * 1024  # of one CTA on Hopper
 MAX_STAGES = 8
-PANEL_ROWS = 16  # rows of D that one warp stages for TMA
+PANEL_ROWS, PANELS = 16, 3  # rows of D that one warp stages for TMA at once, and how many such panels it has
 # Accumulators a consumer thread can hold beside everything else: 232 registers less about 40.
 MAX_ACCUMULATORS = 192
 # The same where two CTAs of one consumer share an SM: 192 registers less about 40; and a half of the SM's 228 KB, less 1 KB each.
@@ -92,7 +92,8 @@ def _shared_parts(plan: Plan, problem: Problem) -> tuple[int, int]:
     scales_y = plan.block_y if vector_scales(problem, plan.swap_ab) else -(-_scale_blocks(plan.block_y) // 4) * 4
     slot = (plan.block_x + plan.block_y) * BLOCK_K + 4 * (plan.block_x + scales_y) + 16
     parts = 4 * (plan.splits - 1) * plan.block_x * plan.block_y if plan.splits > 1 else 16
-    return slot, 4 * plan.consumers * PANEL_ROWS * panel_bytes(plan, problem) + parts + 8 * plan.consumers
+    panels = PANELS if stores_by_tma(plan, problem) else 1
+    return slot, 4 * plan.consumers * panels * PANEL_ROWS * panel_bytes(plan, problem) + parts + 8 * plan.consumers
 
 
 def _scale_blocks(block_y: int) -> int:
@@ -108,11 +109,10 @@ def stores_by_tma(plan: Plan, problem: Problem) -> bool:
 
 
 def panel_bytes(plan: Plan, problem: Problem) -> int:
-    """Bytes of a row of D staged together: the widest swizzle span that divides the tile's row."""
+    """Bytes of a row of D staged together: a swizzle span that divides the tile's row."""
     if not stores_by_tma(plan, problem):
         return 16
-    row = plan.block_y * problem.out_dtype.itemsize
-    return next(span for span in (128, 64, 32) if row % span == 0)
+    return 64 if plan.block_y * problem.out_dtype.itemsize % 64 == 0 else 32
 
 
 def _tiles(problem: Problem, plan: Plan) -> int:

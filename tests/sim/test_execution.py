@@ -178,6 +178,51 @@ def test_syncthreads_that_some_threads_never_reach(run):
         )
 
 
+CLUSTER_ORDERS = [dict(order="lazy"), dict(order="eager")] + [dict(seed=seed) for seed in range(8)]
+
+
+@pytest.mark.parametrize("order", CLUSTER_ORDERS, ids=str)
+def test_threads_that_leave_after_arriving_at_the_cluster_barrier_count_once(run, order):
+    """Block 1 arrives and exits, before or after the last threads of block 0 arrive. They wait for each other, now and a second time."""
+    source = """#include "hopper.cuh"
+    extern "C" __global__ void k(int* flag, int* out, int early) {
+      __shared__ int values[64];
+      const int t = threadIdx.x;
+      if (cluster_rank() == 1) {
+        if (!early) while (*(volatile int*)flag == 0);
+        cluster_arrive();
+        if (early) *(volatile int*)flag = 1;
+        return;
+      }
+      if (t >= 32 && early) while (*(volatile int*)flag == 0);
+      values[t] = 10 + t;
+      if (!early) *(volatile int*)flag = 1;
+      cluster_sync();
+      out[t] = values[63 - t];
+      cluster_sync();
+    }"""
+    for early in (0, 1):
+        flag, out = np.zeros(1, np.int32), np.zeros(64, np.int32)
+        run(source, flag, out, early, grid=2, block=64, cluster=2, prelude="", **order)
+        assert out.tolist() == [73 - t for t in range(64)]
+
+
+def test_a_cluster_barrier_that_some_threads_never_reach_waits_for_them_to_exit(run):
+    """barrier.cluster.wait is for all threads that have not exited: who leaves without arriving is not missed."""
+    out = np.zeros(64, np.int32)
+    for order in CLUSTER_ORDERS:
+        run(
+            """#include "hopper.cuh"
+            extern "C" __global__ void k(int* out) {
+              if (cluster_rank() == 1 && threadIdx.x >= 32) return;
+              cluster_sync();
+              if (cluster_rank() == 0) out[threadIdx.x] += 1;
+            }""",
+            out, grid=2, block=64, cluster=2, prelude="", **order,
+        )  # fmt: skip
+    assert (out == len(CLUSTER_ORDERS)).all()
+
+
 def test_shuffle_with_missing_lanes(run):
     with pytest.raises(sim.Hazard, match="exited before"):
         run(

@@ -54,12 +54,38 @@ def test_store_ring(ptx, order):
     assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_copied_ring(ptx, order):
+    x, sums = torch.randn(8, 27), torch.full((32,), float("nan"))  # rows of the last block beyond 27 lie outside of x
+    sim.launch(ptx, "copied_ring", [x, sums, 27, 8], grid=1, block=64, **order)
+    expected = torch.zeros(32)
+    for block in x:
+        expected[:27] += block
+    assert torch.equal(sums, expected)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_parts_to_first(ptx, order):
+    x, sums = torch.randn(4, 64, 4), torch.zeros(64, 4)
+    sim.launch(ptx, "parts_to_first", [x, sums, 4], grid=4, block=96, cluster=4, **order)
+    assert torch.equal(sums, x[0] + x[1] + x[2] + x[3])
+
+
 @pytest.mark.parametrize("old, new, message", [
     ("if (k > 0) wgmma_wait<0>();", "", "still reads it|still belongs|not ordered"),
     ("    fence_proxy_async_shared();\n    __syncthreads();\n    wgmma_hold", "    __syncthreads();\n    wgmma_hold", "no proxy fence"),
     ("wait_group 1;\" ::: \"memory\");\n    __syncthreads();", "wait_group 1;\" ::: \"memory\");", "race on tile_|nothing has written"),
     ("tma_store_wait_read<1>();", "tma_store_wait_read<2>();", "may still read"),
     ("(pair / 8 ^ row % 8) * 16", "(pair / 8) * 16", "descriptor of operand A undoes a 128-byte swizzle, but the store at .* without it"),
+    ("      mbarrier_wait(&full[s], phase);\n      sum", "      sum", r"race on slots .*nothing orders that after the write"),
+    ("      mbarrier_wait(&empty[s], phase ^ 1);\n      copy_async", "      copy_async", "race on slots .*nothing orders that after the read"),
+    ("copy_async_arrive(&full[s]);", "if (lane < rows) copy_async_arrive(&full[s]);", r"full\[0\].*lacks 5 of 32 arrivals"),
+    ("+ lane, lane < rows);", "+ lane, true);", "reads 4 bytes at 0 bytes after the end of argument 0"),
+    ("  cluster_wait();     ", "  //", "race on full .*no barrier orders that after its mbarrier.init|no mbarrier was initialised"),
+    ("  mbarrier_wait_cluster(&full, 0);", "", "reads parts .*nothing has written|race on parts"),
+    ("(ranks - 1) * sizeof parts[0]", "(ranks - 2) * sizeof parts[0]", "reads parts .*nothing has written|race on parts|expect_tx announced"),
+    ("(ranks - 1) * sizeof parts[0]", "ranks * sizeof parts[0]", "parity 0 of full .*1024 of 4096 expected bytes"),
+    ("&full, 0, sum);", "&full, rank ^ 1, sum);", r"reaches into block \(\d, 0, 0\), which has exited"),
 ])  # fmt: skip
 def test_broken_versions_are_reported(old, new, message):
     text = (gemms.KERNELS / "right.cu").read_text()
@@ -71,6 +97,17 @@ def test_broken_versions_are_reported(old, new, message):
             test_operands_made_in_the_kernel(broken, order)
             test_ampere_style(broken, order)
             test_store_ring(broken, order)
+            test_copied_ring(broken, order)
+            test_parts_to_first(broken, order)
+
+
+@pytest.mark.parametrize("order", [dict(order="lazy"), dict(seed=0), dict(seed=1)], ids=str)
+def test_an_arrival_that_does_not_wait_for_the_copies_is_reported(order):
+    """Only where copies take their time: in the eager order they are done at once."""
+    text = (gemms.KERNELS / "right.cu").read_text()
+    broken = compile_source(text.replace("copy_async_arrive(&full[s]);", "mbarrier_arrive(&full[s]);"), "right.cu").ptx
+    with pytest.raises(sim.Hazard, match="reads slots .*nothing has written"):
+        test_copied_ring(broken, order)
 
 
 @pytest.mark.parametrize("order", [dict(order="lazy"), dict(order="eager"), dict(seed=1)])

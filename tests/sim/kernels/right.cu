@@ -121,3 +121,62 @@ extern "C" __global__ void __launch_bounds__(128) store_ring(const __grid_consta
   }
   if (t == 0) tma_store_wait<0>();
 }
+
+// Scales as the library copies them: warp 1's cp.async run ahead as far as the ring has slots and arrive at its barriers themselves.
+// Rows from `rows` on become zeros and are not read.  sums (32) = X (blocks, rows) added up over its blocks
+extern "C" __global__ void __launch_bounds__(64) copied_ring(const float* X, float* sums, int rows, int blocks) {
+  constexpr int Slots = 3;
+  __shared__ float slots[Slots][32];
+  __shared__ u64 full[Slots], empty[Slots];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < Slots; ++s) mbarrier_init(&full[s], 32), mbarrier_init(&empty[s], 1);
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  float sum = 0;
+  for (int block = 0; block < blocks; ++block) {
+    const int s = block % Slots, phase = block / Slots & 1;
+    if (warp == 1) {
+      mbarrier_wait(&empty[s], phase ^ 1);
+      copy_async(&slots[s][lane], X + block * rows + lane, lane < rows);
+      copy_async_arrive(&full[s]);
+    } else {
+      mbarrier_wait(&full[s], phase);
+      sum += slots[s][lane];
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(&empty[s]);
+    }
+  }
+  if (warp == 0) sums[lane] = sum;
+}
+
+// Parts of a split K as the library adds them: the other CTAs leave theirs in the first one by st.async, and exit. Nobody waits at the
+// cluster barrier but those that use what it guards; a third warp exits once it has arrived.
+//   sums (64) of four floats = X (ranks, 64) added up in the order of ranks
+extern "C" __global__ void __launch_bounds__(96) parts_to_first(const float4* X, float4* sums, int ranks) {
+  __shared__ float4 parts[3][64];
+  __shared__ u64 full;
+  const int t = threadIdx.x;
+  const u32 rank = cluster_rank();
+  if (t == 0) {
+    mbarrier_init(&full, 1);
+    mbarrier_arrive_expect_tx(&full, (ranks - 1) * sizeof parts[0]);
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  cluster_arrive();
+  if (t >= 64) return;
+  float4 sum = X[rank * 64 + t];
+  cluster_wait();                                                  // the first CTA has its barrier
+  if (rank > 0) {
+    store_async(&parts[rank - 1][t], &full, 0, sum);
+    return;
+  }
+  mbarrier_wait_cluster(&full, 0);
+  for (int other = 1; other < ranks; ++other) {
+    const float4 part = parts[other - 1][t];
+    sum = float4{sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
+  }
+  sums[t] = sum;
+}

@@ -211,6 +211,13 @@ def test_m_major_scales_are_aligned_and_come_back(rows, k_blocks):
     assert torch.equal(scale_from_m_major(m_major, rows), scale)
 
 
+def test_m_major_scales_are_scales_like_others():
+    scaled = quantize(torch.randn(7, 300), "1x128")
+    view = scale_to_m_major(scaled.scale)[:, :7].t()
+    assert not view.is_contiguous()
+    assert torch.equal(ScaledTensor(scaled.data, view, "1x128").dequantize(), scaled.dequantize())
+
+
 def test_m_major_helpers_refuse_other_layouts():
     with pytest.raises(ValueError, match=r"ceil\(K/128\)"):
         scale_to_m_major(torch.ones(4))
@@ -231,7 +238,8 @@ WRONG = {
     "scale flat": (dict(scale=torch.ones(1024)), ValueError, r"pass scale.reshape\(\(256, 4\)\)"),
     "scale of another K": (dict(scale=torch.ones(256, 5)), ValueError, r"needs \(256, 4\).*quantize\(x, '1x128'\)"),
     "scale of another recipe": (dict(scale=torch.ones(2, 4)), ValueError, r"has shape \(2, 4\).*needs \(256, 4\)"),
-    "scale m-major": (dict(scale=torch.ones(4, 256).t()), ValueError, r"strides \(1, 256\).*scale.contiguous\(\)"),
+    "scale with gaps": (dict(scale=torch.ones(256, 8)[:, ::2]), ValueError, r"strides \(8, 2\).*scale.contiguous\(\)"),
+    "128x128 scale m-major": (dict(scale=torch.ones(4, 2).t(), recipe="128x128"), ValueError, r"strides \(1, 2\).*scale.contiguous\(\)"),
     "recipe": (dict(recipe="1x64"), ValueError, "recipe is '1x64'; allowed are 'tensor', 'row', '1x128', '128x128'"),
 }
 

@@ -53,7 +53,8 @@ class ScaledTensor:
     """FP8 data with the scales that give it its values: ``value = data · scale``.
 
     data    float8_e4m3fn or float8_e5m2, shape (rows, K)
-    scale   float32, contiguous, on data's device, shape scale_shape(recipe, rows, K)
+    scale   float32, contiguous, on data's device, shape scale_shape(recipe, rows, K); 1x128: also M-major, a view of the
+            result of scale_to_m_major, which kernels read faster
     recipe  "tensor", "row", "1x128" or "128x128"
 
     The last block of a ragged K or rows is a block like any other. Construction checks types, shapes and strides and
@@ -101,9 +102,10 @@ class ScaledTensor:
         self._check_scale_strides()
 
     def _check_scale_strides(self):
-        if not self.scale.is_contiguous():
+        if not self.scale.is_contiguous() and not (self.recipe == "1x128" and is_m_major(self.scale)):
             raise ValueError(
-                f"scale has strides {self.scale.stride()} for shape {tuple(self.scale.shape)}; it must be contiguous (row-major). "
+                f"scale has strides {self.scale.stride()} for shape {tuple(self.scale.shape)}; it must be contiguous (row-major), "
+                "or, 1x128 only, M-major. "
                 "A transposed view of a square scale has such strides: if it is one, pass the tensor it came from; "
                 "if entry [row block, K block] is already the right scale, pass scale.contiguous()"
             )
@@ -243,6 +245,14 @@ def scale_to_m_major(scale: torch.Tensor) -> torch.Tensor:
     out = scale.new_zeros(k_blocks, _ceil_div(rows, per_line) * per_line)
     out[:, :rows] = scale.t()
     return out
+
+
+def is_m_major(scale: torch.Tensor) -> bool:
+    """Whether 1x128 scales (…, rows, K blocks) lie side by side along the rows, those of K blocks apart."""
+    if scale.dim() < 2:
+        return False
+    (rows, k_blocks), (row_step, block_step) = scale.shape[-2:], scale.stride()[-2:]
+    return (row_step == 1 or rows <= 1) and (block_step >= rows or k_blocks <= 1)
 
 
 def scale_from_m_major(m_major: torch.Tensor, rows: int) -> torch.Tensor:

@@ -142,6 +142,8 @@ def check_operands(a: ScaledTensor, b: ScaledTensor, out: torch.Tensor,
             raise TypeError(f"{name}: got {type(operand).__name__}; quantise it first: quantize(x, recipe)")
         if not operand.data.is_contiguous():
             raise ValueError(f"{name}.data: strides {operand.data.stride()}; must be row-major and contiguous: .contiguous()")
+        if not operand.scale.is_contiguous():
+            raise ValueError(f"{name}.scale: strides {operand.scale.stride()}; steps take row-major scales: .contiguous()")
     if a.k != b.k:
         raise ValueError(f"b: A is (M, K) = {tuple(a.data.shape)} and B is (N, K) = {tuple(b.data.shape)}; K must be equal")
     if recipes and (a.recipe, b.recipe) not in recipes:

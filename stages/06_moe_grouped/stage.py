@@ -12,11 +12,11 @@ if str(FOLDER) not in sys.path:  # the library lies here, whether or not it is i
     sys.path.append(str(FOLDER))
 
 from fp8_gemm import kernels, triton_backend  # noqa: E402
-from fp8_gemm.plan import Plan, plan  # noqa: E402
+from fp8_gemm.plan import Plan  # noqa: E402
 from fp8_gemm.problem import RECIPE_PAIRS, Operands, Problem  # noqa: E402
 from hopperlab import reference  # noqa: E402
 from hopperlab.kernel import Kernel  # noqa: E402
-from hopperlab.quantize import ScaledTensor  # noqa: E402
+from hopperlab.quantize import ScaledTensor, scale_to_m_major  # noqa: E402
 from hopperlab.stage import Step, check_operands  # noqa: E402
 
 TITLE = "Grouped GEMM for mixtures of experts, as a library"
@@ -33,15 +33,24 @@ def problem_of(a: ScaledTensor, b: ScaledTensor, out_dtype: torch.dtype) -> Prob
     return Problem("dense", a.rows, b.rows, a.k, 1, a.recipe, b.recipe, a.format.name, b.format.name, out_dtype)
 
 
-def library(a: ScaledTensor, b: ScaledTensor, out: torch.Tensor, run=kernels.run) -> None:
-    """out (M, N) = A (M, K) times B (N, K) transposed, as fp8_gemm.gemm computes it; promoted every 128 of K."""
+def library(a: ScaledTensor, b: ScaledTensor, out: torch.Tensor, scale_a: torch.Tensor | None = None,
+            scale_b: torch.Tensor | None = None, run=kernels.run) -> None:  # fmt: skip
+    """out (M, N) = A (M, K) times B (N, K) transposed, as fp8_gemm.gemm computes it; promoted every 128 of K.
+
+    scale_a, scale_b: the scales of a and b in another layout, which prepare made.
+    """
     check_operands(a, b, out, recipes=RECIPES)
-    run(problem_of(a, b, out.dtype), Operands(a.data, b.data, a.scale, b.scale), out)
+    a_scale, b_scale = a.scale if scale_a is None else scale_a, b.scale if scale_b is None else scale_b
+    run(problem_of(a, b, out.dtype), Operands(a.data, b.data, a_scale, b_scale), out)
+
+
+def m_major(a: ScaledTensor, b: ScaledTensor) -> dict[str, torch.Tensor]:
+    """The scales per 1x128 in the layout that fp8_gemm.quantize gives them, as arguments of the step."""
+    return {f"scale_{name}": scale_to_m_major(x.scale)[:, : x.rows].t() for name, x in (("a", a), ("b", b)) if x.recipe == "1x128"}
 
 
 def _expected(a, b, out_dtype):
-    sms = torch.cuda.get_device_properties(a.device).multi_processor_count if a.data.is_cuda else kernels.SMS_OF_AN_H200
-    splits = plan(problem_of(a, b, out_dtype), sms).splits if a.k and a.rows and b.rows else 1
+    splits = kernels.plan_for(problem_of(a, b, out_dtype), a.device).splits if a.k and a.rows and b.rows else 1
     return reference.matmul_hopper(a, b, interval=128, out_dtype=out_dtype, split_k=splits)
 
 
@@ -71,7 +80,7 @@ def list_tiles(problem: Problem, chosen: Plan, begins: torch.Tensor, ends: torch
 
 STEPS = [
     Step("library", "one kernel for dense and grouped, tiles chosen by a plan", "fp8_gemm/kernels/gemm.cu", "cuda", library,
-         expected=_expected, recipes=RECIPES),
+         expected=_expected, recipes=RECIPES, prepare=m_major),
     Step("library (Triton)", "the library's kernel for other GPUs with FP8", "fp8_gemm/triton_backend.py", "triton",
          functools.partial(library, run=triton_backend.run), bound=_bound, tile=(64, triton_backend.BLOCK_N), recipes=RECIPES),
 ]  # fmt: skip

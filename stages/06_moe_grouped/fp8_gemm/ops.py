@@ -9,6 +9,7 @@ weights scaled 128x128, dB in FP32 from two operands scaled 1x128 along the dime
 """
 
 import ast
+import math
 import os
 from dataclasses import dataclass
 
@@ -218,8 +219,11 @@ def _register_quantize(name: str, function) -> None:
 
     def fake(x, recipe, format, margin, power_of_two):
         dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[format]
-        shape = (*x.shape[:-2], *scale_shape(recipe, *x.shape[-2:]))
-        return torch.empty(x.shape, dtype=dtype, device=x.device), torch.empty(shape, dtype=torch.float32, device=x.device)
+        data, shape = torch.empty(x.shape, dtype=dtype, device=x.device), (*x.shape[:-2], *scale_shape(recipe, *x.shape[-2:]))
+        if recipe != "1x128":
+            return data, torch.empty(shape, dtype=torch.float32, device=x.device)
+        rows = math.prod(x.shape[:-1])  # M-major, the matrices of a stack one after another
+        return data, torch.empty(shape[-1], (rows + 3) // 4 * 4, dtype=torch.float32, device=x.device)[:, :rows].t().view(shape)
 
     operator.register_fake(fake)
 

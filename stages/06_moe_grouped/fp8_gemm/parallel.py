@@ -246,7 +246,7 @@ def pack(scaled: ScaledTensor) -> torch.Tensor:
 
     scaled  (rows, K), scaled "1x128" (ceil(K / 128) scales per row) or "row" (one)
     """
-    scale = scaled.scale[:, None] if scaled.recipe == "row" else scaled.scale
+    scale = scaled.scale[:, None] if scaled.recipe == "row" else scaled.scale.contiguous()
     return torch.cat([scaled.data.view(torch.uint8), scale.view(torch.uint8)], dim=1)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hopperlab.formats import CASTABLE, E4M3, E5M2, Format, format_of
-from hopperlab.quantize import BLOCK, RECIPES, ScaledTensor, dequantize, scale_shape
+from hopperlab.quantize import BLOCK, RECIPES, ScaledTensor, dequantize, is_m_major, scale_shape, scale_to_m_major
 from hopperlab.quantize import quantize as _quantize
 
 __all__ = ["E4M3", "E5M2", "Format", "GroupedTensor", "GroupedWeight", "RECIPES", "ScaledTensor", "dequantize", "format_of",
@@ -25,16 +25,25 @@ def quantize(
     margin        0 … 7: head room, amax lands on largest · 2^-margin
     power_of_two  round each scale up to a power of two
 
+    Scales of 1x128 are M-major: shape (rows, K blocks), those of a K block side by side, as the kernels read them fastest.
     Blocks of zeros get scale 1; NaN and Inf become NaN and spare their block's scale. Not differentiable: a gemm of plain
     tensors quantises them itself and is. Raises TypeError or ValueError.
     """
     if on_hopper(x):
         from fp8_gemm.kernels import quantize as kernels  # one reading of x, the same bits
 
+        if recipe == "1x128":
+            return _m_major(*kernels.quantize(x, recipe, format, power_of_two, margin, m_major=True))
         return kernels.quantize(x, recipe, format, power_of_two, margin)
     if isinstance(x, torch.Tensor):
         x = x.contiguous()  # elementwise results keep the strides of their input, and FP8 data must lie along K
-    return _quantize(x, recipe, format, power_of_two, margin)
+    scaled = _quantize(x, recipe, format, power_of_two, margin)
+    return _m_major(scaled, scale_to_m_major(scaled.scale)) if recipe == "1x128" else scaled
+
+
+def _m_major(scaled: ScaledTensor, scale: torch.Tensor) -> ScaledTensor:
+    """The same data with its scales read from (K blocks, padded rows)."""
+    return ScaledTensor(scaled.data, scale[:, : scaled.rows].t(), scaled.recipe)
 
 
 def on_hopper(x) -> bool:
@@ -47,7 +56,7 @@ class GroupedTensor:
     """G matrices of one shape in FP8: the weights of all experts, or activations in the masked layout.
 
     data    float8_e4m3fn or float8_e5m2, shape (G, rows, K)
-    scale   float32, contiguous, shape (G, *scale_shape(recipe, rows, K))
+    scale   float32, contiguous, shape (G, *scale_shape(recipe, rows, K)); 1x128: also M-major
     recipe  "tensor", "row", "1x128" or "128x128", applied to each matrix by itself
 
     Raises TypeError or ValueError at construction, as ScaledTensor does; never reads values.
@@ -75,9 +84,9 @@ class GroupedTensor:
         self[0]  # checks dtypes, devices and the shape of one group's scales
 
     def _check_scale_strides(self):
-        if not self.scale.is_contiguous():
-            raise ValueError(f"scale has strides {self.scale.stride()} for shape {tuple(self.scale.shape)}; it must be "
-                             "contiguous: pass scale.contiguous() if its entries are the right ones")  # fmt: skip
+        if not self.scale.is_contiguous() and not (self.recipe == "1x128" and is_m_major(self.scale)):
+            raise ValueError(f"scale has strides {self.scale.stride()} for shape {tuple(self.scale.shape)}; it must be contiguous, or, "
+                             "1x128 only, M-major: pass scale.contiguous() if its entries are the right ones")  # fmt: skip
 
     def __getitem__(self, group: int) -> ScaledTensor:
         return ScaledTensor(self.data[group], self.scale[group], self.recipe)

@@ -41,9 +41,10 @@ constexpr int CtasPerSm = CTAS_PER_SM;     // 2: small tiles, so that a CTA, or 
 // they can get.
 constexpr int ProducerRegisters = Rounds == 2 ? 40 : 56, ConsumerRegisters = CtasPerSm == 2 ? 192 : Rounds == 2 ? 232 : 224;
 constexpr int Values = Rounds * BlockY / 2;  // outputs of one thread
-// A panel is what one warp stages for one TMA store: 16 rows of D, as wide as a swizzle span (128, 64 or 32 bytes) can be.
-constexpr int RowBytes = BlockY * sizeof(Output);
-constexpr int PanelBytes = !StoreByTma ? 16 : RowBytes % 128 == 0 ? 128 : RowBytes % 64 == 0 ? 64 : 32;
+// A panel is what one warp stages for one TMA store: 16 rows of D, a swizzle span of 64 or 32 bytes wide. A warp has several, so that
+// it does not wait for one store before it stages the next.
+constexpr int PanelBytes = !StoreByTma ? 16 : BlockY * sizeof(Output) % 64 == 0 ? 64 : 32;
+constexpr int Panels = StoreByTma ? 3 : 1;   // of each warp
 constexpr int PanelColumns = PanelBytes / sizeof(Output);
 // Columns in a row that surely share a scale of Y, and blocks of scales that a tile can touch.
 constexpr int Chunk = VectorY ? 8 : (BlockY & -BlockY) < 128 ? BlockY & -BlockY : 128;
@@ -58,7 +59,7 @@ WGMMA_INSTANCE(BLOCK_Y, X_FORMAT, Y_FORMAT)
 struct alignas(1024) Shared {              // 1024: the period of a 128-byte swizzle
   u8 x[Stages][BlockX * BlockK];
   u8 y[Stages][BlockY * BlockK];
-  u8 out[4 * Consumers][16 * PanelBytes];  // one panel per warp
+  u8 out[4 * Consumers][Panels][16 * PanelBytes];
   float4 parts[Splits > 1 ? (Splits - 1) * BlockX * BlockY / 4 : 1];  // splits: sums of the cluster's other CTAs, in CTA 0
   float scale_x[Stages][BlockX];           // of the slot's block of k
   float scale_y[Stages][ScalesY];
@@ -209,14 +210,18 @@ struct Destination {
 };
 
 // A warp stores 16 rows of the tile from row x on. total: what a wgmma leaves in a thread's registers; inlined, it stays there.
-__device__ __forceinline__ void store_rows(const float (&total)[BlockY / 2], const TensorMap& map_d, const Destination& to, u8* panel, const Tile& tile, int x) {
+// at: which of the warp's panels is next.
+__device__ __forceinline__ void store_rows(const float (&total)[BlockY / 2], const TensorMap& map_d, const Destination& to, u8 (&panels)[Panels][16 * PanelBytes],
+                                           int& at, const Tile& tile, int x) {
   const int lane = threadIdx.x % 32;
   if constexpr (StoreByTma) {
     // TMA clips at the end of D; where D goes on after the tile's last row, it must not be used for the rows around that end.
     if (Problem == Dense || Problem == KGrouped || x + 16 <= tile.x_end) {
 #pragma unroll                                                           // total must be indexed by constants to stay in registers
       for (int first = 0; first < BlockY; first += PanelColumns) {
-        if (lane == 0) tma_store_wait_read<0>();                       // the panel's last store has read it
+        u8* panel = panels[at];
+        at = at + 1 == Panels ? 0 : at + 1;
+        if (lane == 0) tma_store_wait_read<Panels - 1>();              // the panel's last store has read it
         __syncwarp();
         // Byte b of row r lies at r * PanelBytes + b, its 16-byte chunk xored with the row as the map's swizzle has it.
         auto place = [&](int row, int byte) {
@@ -327,6 +332,7 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
     const Destination to = {D, bias, d_rows, d_row_length};
     Ring ring;
     u64 x_slot = x_first, y_slot = y_first;                            // descriptors of the current slot
+    int panel = 0;                                                     // the warp's next one to stage outputs in
     Tile tile;
     Scheduler scheduler{problem};
     while (scheduler.next(tile)) {
@@ -470,8 +476,8 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
       }
       // Not a loop: the compiler would not unroll one of this size, and total would leave the registers.
       const int x = tile.x + consumer * Rounds * 64 + warp * 16;
-      store_rows(total[0], map_d, to, shared.out[consumer * 4 + warp], tile, x);
-      if constexpr (Rounds == 2) store_rows(total[1], map_d, to, shared.out[consumer * 4 + warp], tile, x + 64);
+      store_rows(total[0], map_d, to, shared.out[consumer * 4 + warp], panel, tile, x);
+      if constexpr (Rounds == 2) store_rows(total[1], map_d, to, shared.out[consumer * 4 + warp], panel, tile, x + 64);
     }
     if (StoreByTma && lane == 0) tma_store_wait<0>();                  // D is written before the kernel ends
   }

@@ -1,33 +1,41 @@
 """How a problem is cut: tile, pipeline stages, swap, split-K. A cost model that can be read, printed and overridden."""
 
 import functools
-from dataclasses import dataclass, replace
+import math
+from typing import NamedTuple
 
 from fp8_gemm.problem import Problem
 
 BLOCK_K = 128
 SHARED_BYTES = 227 * 1024  # of one CTA on Hopper
 MAX_STAGES = 8
-PANEL_ROWS, PANELS = 16, 3  # rows of D that one warp stages for TMA at once, and how many such panels it has
+PANEL_ROWS = 16  # rows of D that one warp stages for TMA
 # Accumulators a consumer thread can hold beside everything else: 232 registers less about 40.
 MAX_ACCUMULATORS = 192
 # The same where two CTAs of one consumer share an SM: 192 registers less about 40; and a half of the SM's 228 KB, less 1 KB each.
 MAX_ACCUMULATORS_OF_TWO, SHARED_BYTES_OF_TWO = 152, 113 * 1024
 
-# The machine, for predictions. Rates were measured on an H200 (docs/notes/performance.md).
-CLOCK_HZ = 1.6e9  # under FP8 load; the nominal 1.98 GHz is not held
+# The machine, for predictions: rates that are known, and costs fitted to 420 measurements on an H200 (docs/notes/performance.md).
+CLOCK_HZ = 1.7e9  # under FP8 load; the nominal 1.98 GHz is not held
 MACS_PER_CYCLE = 4096  # of one SM's tensor cores, FP8
-READ_BYTES_PER_S = 4.27e12
-LAUNCH_S, FILL_CYCLES, EPILOGUE_CYCLES = 2.5e-6, 1500, 1300
-SPLIT_S = 1.0e-6  # handing partial sums over and adding them up
-# Share of the tensor cores' peak that the multiplication loop reaches, by (rows of X, promoted or not).
-EFFICIENCY = {(256, True): 0.87, (128, True): 0.78, (64, True): 0.55, (256, False): 0.88, (128, False): 0.92, (64, False): 0.62}
+L2_BYTES_PER_CYCLE = 64  # into one SM
+READ_BYTES_PER_S = 4.27e12  # from HBM, all SMs together
+SMS_FOR_FULL_RATE = 0.37  # of all: with fewer SMs at work than this, HBM's rate is theirs, each its share
+LAUNCH_S = 1.8e-6  # of a kernel in a CUDA graph, until its first bytes arrive
+# From a slot of the ring being given back to its being full again: the way to HBM and back, the slot's bytes, and something for each of
+# its rows outside of the operand: TMA fills those with zeros more slowly than it copies others.
+LATENCY_CYCLES, FILL_BYTES_PER_CYCLE, ROW_OUTSIDE_CYCLES = 1440, 40, 8
+# Promotion, in shares of the products' time on top of it: each output has a factor of its own, which is read and multiplied; or a tile
+# is wider than the 128 columns that share a scale. With a factor for a row it is hidden: other warps multiply meanwhile.
+VECTOR_FACTORS, TWO_FACTORS = 0.9, 0.12
+# After a tile's last block: the last wgmma and promotion; D's bytes, through shared memory; more for each output where threads store.
+EPILOGUE_CYCLES, STORE_BYTES_PER_CYCLE, SCATTERED_STORE_CYCLES = 250, 16, 0.19
+HAND_OVER_CYCLES, SUM_CYCLES = 300, 0.25  # K split: the cluster's barrier; each output of each part that is sent and added
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """One way to run one problem. block_x and block_y are the tile on wgmma's 64-row side and on its column side: block_m and
-    block_n, or, where A and B are swapped, block_n and block_m."""
+    block_n, or, where A and B are swapped, block_n and block_m. (A tuple: many are made to find one, while a call waits.)"""
 
     swap_ab: bool
     consumers: int  # warpgroups that multiply
@@ -92,8 +100,7 @@ def _shared_parts(plan: Plan, problem: Problem) -> tuple[int, int]:
     scales_y = plan.block_y if vector_scales(problem, plan.swap_ab) else -(-_scale_blocks(plan.block_y) // 4) * 4
     slot = (plan.block_x + plan.block_y) * BLOCK_K + 4 * (plan.block_x + scales_y) + 16
     parts = 4 * (plan.splits - 1) * plan.block_x * plan.block_y if plan.splits > 1 else 16
-    panels = PANELS if stores_by_tma(plan, problem) else 1
-    return slot, 4 * plan.consumers * panels * PANEL_ROWS * panel_bytes(plan, problem) + parts + 8 * plan.consumers
+    return slot, 4 * plan.consumers * PANEL_ROWS * panel_bytes(plan, problem) + parts + 8 * plan.consumers
 
 
 def _scale_blocks(block_y: int) -> int:
@@ -109,37 +116,69 @@ def stores_by_tma(plan: Plan, problem: Problem) -> bool:
 
 
 def panel_bytes(plan: Plan, problem: Problem) -> int:
-    """Bytes of a row of D staged together: a swizzle span that divides the tile's row."""
+    """Bytes of a row of D staged together: the widest swizzle span that divides the tile's row."""
     if not stores_by_tma(plan, problem):
         return 16
-    return 64 if plan.block_y * problem.out_dtype.itemsize % 64 == 0 else 32
+    row = plan.block_y * problem.out_dtype.itemsize
+    return next(span for span in (128, 64, 32) if row % span == 0)
+
+
+def _tokens(problem: Problem) -> float:
+    """Rows of A that one tile can be filled from. Sizes of groups are on the device: planned is for equal ones, half full if masked."""
+    return {"contiguous": problem.m / problem.groups, "masked": problem.m / 2}.get(problem.kind, problem.m)
 
 
 def _tiles(problem: Problem, plan: Plan) -> int:
-    """Tiles of one call. Sizes of groups are on the device: groups are assumed to be equal, which the kernel does not need."""
-    x, y = (problem.n, problem.m) if plan.swap_ab else (problem.m, problem.n)
-    if problem.kind == "contiguous":
-        per_group = -(-problem.m // problem.groups)
-        x, y = (x, per_group) if plan.swap_ab else (per_group, y)
-    groups = problem.groups if problem.kind != "dense" else 1
-    return max(1, -(-x // plan.block_x) * -(-y // plan.block_y)) * groups * plan.splits  # at least one: an empty call still has a plan
+    """Tiles of one call, each split counted; at least one, since an empty call still has a plan."""
+    across, down = max(1, -(-problem.n // plan.block_n)), _tokens(problem) / plan.block_m
+    if problem.kind == "contiguous" and problem.groups > 1:  # sizes differ: a group's last tile is half full on average
+        return math.ceil(problem.groups * max(1, down + 0.5)) * across
+    return max(1, math.ceil(down)) * across * problem.groups * plan.splits
+
+
+def _together(*times: float) -> float:
+    """The time of things that go on at the same time: the longest, and more where others take nearly as long (the norm of order 3)."""
+    return sum([time**3 for time in times]) ** (1 / 3)
 
 
 def _predict(problem: Problem, plan: Plan) -> float:
-    """Seconds: waves of tiles at the tensor cores' rate, or all bytes at the memory's, whichever is longer."""
-    k = problem.k // problem.groups if problem.kind == "k_grouped" else problem.k
-    k_blocks = max(1, -(-k // BLOCK_K))
-    macs = plan.block_x * plan.block_y * BLOCK_K * -(-k_blocks // plan.splits)
-    promoted = problem.interval is not None
-    cycles = macs / MACS_PER_CYCLE / EFFICIENCY[plan.block_x, promoted] + EPILOGUE_CYCLES
-    one_after_another = -(-plan.tiles // plan.num_sms)  # CTAs that share an SM share its tensor cores
-    multiply = (one_after_another * cycles + FILL_CYCLES) / CLOCK_HZ
-    groups = problem.groups if problem.kind in ("contiguous", "masked") else 1
-    outputs = problem.m * problem.n * (problem.groups if problem.kind in ("masked", "k_grouped") else 1)
-    rows = problem.m * (problem.groups if problem.kind == "masked" else 1)
-    moved = rows * problem.k + groups * problem.n * problem.k + outputs * problem.out_dtype.itemsize * (2 if problem.accumulate else 1)
-    busy = min(1.0, plan.tiles / plan.num_sms * 1.4)  # about 70 % of the SMs are needed to draw the memory's full rate
-    return LAUNCH_S + max(multiply, moved / READ_BYTES_PER_S / busy) + SPLIT_S * (plan.splits > 1)
+    """Seconds: waves of tiles on the SMs, beside all bytes from memory; then what only begins when a tile's products are complete."""
+    block_x, block_y, tokens = plan.block_x, plan.block_y, _tokens(problem)
+    groups = problem.groups
+    k = problem.k // groups if problem.kind == "k_grouped" else problem.k
+    k_blocks = -(-max(1, -(-k // BLOCK_K)) // plan.splits)
+
+    # A block of k: its products, while its bytes come from L2 and while the slots given back are filled again.
+    multiply = block_x * block_y * BLOCK_K / MACS_PER_CYCLE
+    if problem.interval is not None:
+        factors = VECTOR_FACTORS if vector_scales(problem, plan.swap_ab) else TWO_FACTORS if block_y > 128 else 0
+        multiply *= 1 + factors * BLOCK_K / problem.interval
+    slot = (block_x + block_y) * BLOCK_K
+    rows, block = (tokens, block_y) if plan.swap_ab else (tokens, block_x)
+    outside = block - rows / max(1, math.ceil(rows / block)) if problem.kind in ("dense", "k_grouped") else 0
+    refill = (LATENCY_CYCLES + slot / FILL_BYTES_PER_CYCLE + ROW_OUTSIDE_CYCLES * outside) / plan.num_stages
+
+    def products(ctas: int) -> float:
+        """Cycles until the CTAs that share an SM have each multiplied their tile: latencies overlap, the SM's work adds up."""
+        return k_blocks * _together(ctas * multiply, ctas * slot / L2_BYTES_PER_CYCLE, refill)
+
+    outputs, size = block_x * block_y, problem.out_dtype.itemsize
+    tail = EPILOGUE_CYCLES + outputs * size * (2 if problem.accumulate else 1) / STORE_BYTES_PER_CYCLE
+    if not stores_by_tma(plan, problem):
+        tail += SCATTERED_STORE_CYCLES * outputs
+    if plan.splits > 1:
+        tail += HAND_OVER_CYCLES + (plan.splits - 1) * SUM_CYCLES * outputs
+
+    full_waves = plan.waves - 1
+    in_last_wave = plan.tiles - full_waves * plan.num_sms * plan.ctas_per_sm
+    cycles = full_waves * (products(plan.ctas_per_sm) + tail) + products(-(-in_last_wave // plan.num_sms))
+
+    all_tokens = groups * tokens if problem.kind in ("contiguous", "masked") else problem.m
+    weights = groups if problem.kind in ("contiguous", "masked") else 1
+    all_outputs = all_tokens * problem.n * (groups if problem.kind == "k_grouped" else 1)
+    moved = (all_tokens + weights * problem.n) * problem.k + all_outputs * size * (2 if problem.accumulate else 1)
+    drawing = min(1.0, plan.tiles / plan.num_sms / SMS_FOR_FULL_RATE)
+    return LAUNCH_S + _together(cycles / CLOCK_HZ, moved / READ_BYTES_PER_S / drawing) + tail / CLOCK_HZ
 
 
 def _finish(problem: Problem, plan: Plan, num_stages: int | None = None) -> Plan | None:
@@ -149,14 +188,14 @@ def _finish(problem: Problem, plan: Plan, num_stages: int | None = None) -> Plan
         return None
     if plan.rounds == 2 and problem.interval is not None and problem.interval > BLOCK_K:
         return None  # the rounds share one accumulator, which must be emptied after every block
-    if plan.consumers == 1 and accumulators + (plan.block_y // 2 if vector_scales(problem, plan.swap_ab) else 0) <= MAX_ACCUMULATORS_OF_TWO:
-        plan = replace(plan, ctas_per_sm=2)
+    factors = plan.block_y // 2 if vector_scales(problem, plan.swap_ab) else 0
+    ctas_per_sm = 2 if plan.consumers == 1 and accumulators + factors <= MAX_ACCUMULATORS_OF_TWO else 1
     slot, fixed = _shared_parts(plan, problem)
-    most = min(MAX_STAGES, ((SHARED_BYTES, SHARED_BYTES_OF_TWO)[plan.ctas_per_sm - 1] - fixed) // slot)
+    most = min(MAX_STAGES, ((SHARED_BYTES, SHARED_BYTES_OF_TWO)[ctas_per_sm - 1] - fixed) // slot)
     if not 2 <= (num_stages or most) <= most:
         return None
-    sized = replace(plan, num_stages=num_stages or most, tiles=_tiles(problem, plan))
-    return replace(sized, seconds=_predict(problem, sized))
+    sized = plan._replace(ctas_per_sm=ctas_per_sm, num_stages=num_stages or most, tiles=_tiles(problem, plan))
+    return sized._replace(seconds=_predict(problem, sized))
 
 
 @functools.lru_cache(maxsize=65536)
@@ -166,7 +205,8 @@ def plan(problem: Problem, sms: int = 132, *, block_m: int | None = None, block_
     """The plan with the shortest predicted time.
 
     sms              of the GPU; num_sms: use no more than these
-    block_m, block_n tile: 64, 128 or 256 on wgmma's row side (M, or N if swapped), a multiple of 8 on its column side
+    block_m, block_n tile: 64, 128 or 256 on wgmma's row side (M, or N if swapped); on its column side a multiple of 16, or of 8
+                     up to 128 if swapped
     num_stages       slots of the ring, 2 to 8: as many as fit, unless given
     swap_ab          whether A takes the column side, for few tokens
     split_k          parts that K is cut into; dense problems only
@@ -180,12 +220,12 @@ def plan(problem: Problem, sms: int = 132, *, block_m: int | None = None, block_
     if not 1 <= usable <= sms:
         raise ValueError(f"num_sms is {num_sms}; this GPU has {sms}: allowed are 1 to {sms}")
     best = None
-    for candidate in _candidates(problem, usable, batch_invariant, split_k):
+    for candidate in _candidates(problem, usable, batch_invariant, split_k, (block_m, block_n)):
         if swap_ab not in (None, candidate.swap_ab) or split_k not in (None, candidate.splits):
             continue
         if block_m not in (None, candidate.block_m) or block_n not in (None, candidate.block_n):
             continue
-        finished = _finish(problem, replace(candidate, group=group_m or candidate.group), num_stages)
+        finished = _finish(problem, candidate._replace(group=group_m or candidate.group), num_stages)
         if finished is None or (num_sms and finished.splits > 1 and finished.waves > 1):  # of which there are as many as tiles
             continue
         if best is None or finished.seconds < best.seconds:
@@ -194,37 +234,54 @@ def plan(problem: Problem, sms: int = 132, *, block_m: int | None = None, block_
         given = {"block_m": block_m, "block_n": block_n, "num_stages": num_stages, "swap_ab": swap_ab, "split_k": split_k}
         asked = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         raise ValueError(f"no plan for {problem.kind} {problem.m} x {problem.n} x {problem.k} has {asked or 'what is asked'}. Allowed: "
-                         "one side of the tile 64, 128 or 256, the other a multiple of 8 up to 128 (192 beside 128 or 64; 256 where "
-                         "nothing is promoted); split_k 1 to 8, dense problems only, no more than K / 128; num_stages 2 to 8, while they "
-                         "fit into 227 KB. Leave one of them out")  # fmt: skip
+                         "block_m 64, 128 or 256 and block_n a multiple of 16 up to 128 (192 beside 128 or 64; 256 where nothing is "
+                         "promoted), or, swapped, block_n 64, 128 or 256 and block_m a multiple of 8 up to 128; split_k 1 to 8, dense "
+                         "problems only, no more than K / 128; num_stages 2 to 8, while they fit into 227 KB, or 113 KB where two "
+                         "CTAs share an SM. Leave one of them out")  # fmt: skip
     return best
 
 
 def promising(problem: Problem, sms: int, count: int) -> list[Plan]:
     """The ``count`` plans with the shortest predicted times, best first: what a search on the device should time."""
-    finished = (_finish(problem, candidate) for candidate in _candidates(problem, sms, False, None))
+    finished = (_finish(problem, candidate) for candidate in _candidates(problem, sms))
     return sorted((made for made in finished if made is not None), key=lambda made: made.seconds)[:count]
 
 
-ROWS = ((1, 1), (2, 1), (2, 2))  # (consumers, rounds): 64, 128 and 256 rows of X
-COLUMNS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
-COLUMNS_SWAPPED = (8, 16, 24, 32, 48, 64, 96, 128)
-SPLITS, MAX_SPLITS = (2, 3, 4, 5, 6, 8), 8
+ROWS = {64: (1, 1), 128: (2, 1), 256: (2, 2)}  # rows of X: (consumers, rounds)
+# Columns that are tried: about those that were timed. Others (multiples of 16, or of 8 if swapped) only where they are asked for.
+COLUMNS, COLUMNS_SWAPPED = (16, 32, 64, 96, 128, 160, 192, 224, 256), (8, 16, 24, 32, 48, 64, 96, 128)
+# Parts of K, likewise. Clusters of 4 and 8 CTAs were never the fastest; they may leave part of a GPC's 16 or 18 SMs unused.
+SPLITS, MAX_SPLITS = (2, 3, 6), 8
 
 
-def _candidates(problem: Problem, sms: int, batch_invariant: bool, split_k: int | None):
-    """Every cut the kernel can make, before hardware limits."""
+def _candidates(problem: Problem, sms: int, batch_invariant: bool = False, split_k: int | None = None, asked: tuple = ()):
+    """Every cut worth a prediction, before hardware limits; asked: sizes of tiles that are tried whether worth it or not."""
     if batch_invariant:
         yield Plan(False, 2, 1, 128, 0, 1, 8, 1, sms, 0, 0.0)
         return
+
+    def of_use(known, step, rows, least):
+        """Sizes of at least ``least`` of which the half would not hold all rows, and those asked for; never none."""
+        others = [size for size in asked if size and size not in known and size % step == 0 and size <= known[-1]]
+        return [size for size in known if least <= size < 2 * rows or size in asked] + others or known[:1]
+
+    # A tile holds all rows of A, or at least 128: otherwise B is read once more, never the fastest way. Sizes of groups are not known.
+    least = min(problem.m, 128) if problem.kind in ("dense", "k_grouped") else 0
     units = -(-problem.k // max(problem.interval or BLOCK_K, BLOCK_K))
     for swapped in (False, True):
-        for consumers, rounds in ROWS:
-            for block_y in COLUMNS_SWAPPED if swapped else COLUMNS:
+        if swapped:
+            # Two rounds spare reading B twice. Swapped, B is read once anyway.
+            rows = [size for size in of_use((64, 128, 256), 256, problem.n, 0) if size < 256 or size in asked]
+            columns = of_use(COLUMNS_SWAPPED, 8, problem.m, least)
+        else:
+            rows, columns = of_use((64, 128, 256), 256, problem.m, least), of_use(COLUMNS, 16, problem.n, 0)
+        for block_x in rows:
+            consumers, rounds = ROWS[block_x]
+            for block_y in columns:
                 one = Plan(swapped, consumers, rounds, block_y, 0, 1, 8 // rounds, 1, sms, 0, 0.0)
                 yield one
                 if problem.kind == "dense":
                     wanted = (split_k,) if split_k in range(2, MAX_SPLITS + 1) else ()
                     if split_k is None and _tiles(problem, one) < sms:  # splitting K only helps where SMs have nothing to do
                         wanted = SPLITS
-                    yield from (replace(one, splits=splits) for splits in wanted if splits <= units)
+                    yield from (one._replace(splits=splits) for splits in wanted if splits <= units)

@@ -10,8 +10,8 @@
 //   Masked          A is (groups, rows, K), of which the first ends[g] rows of group g are tokens; B is (groups, N, K).
 //   KGrouped        group g is k from begins[g], a multiple of 128, to ends[g] in both; D is (groups, M, N).
 //
-//   grid (CTAs, at most CtasPerSm for each SM), block (Threads). Warp 0 loads tiles by TMA, warps 1 to 3 load scales, warpgroups
-//   1 and up multiply. Where K is split: clusters of Splits CTAs, one cluster for every tile of D.
+//   grid (CTAs, at most CtasPerSm for each SM), block (Threads). Warp 0 loads tiles by TMA, warps 1 to 3 scales, warpgroups 1
+//   and up multiply. Where K is split: clusters of Splits CTAs, one cluster for every tile of D.
 
 #include "hopper.cuh"
 
@@ -41,10 +41,10 @@ constexpr int CtasPerSm = CTAS_PER_SM;     // 2: small tiles, so that a CTA, or 
 // they can get.
 constexpr int ProducerRegisters = Rounds == 2 ? 40 : 56, ConsumerRegisters = CtasPerSm == 2 ? 192 : Rounds == 2 ? 232 : 224;
 constexpr int Values = Rounds * BlockY / 2;  // outputs of one thread
-// A panel is what one warp stages for one TMA store: 16 rows of D, a swizzle span of 64 or 32 bytes wide. A warp has several, so that
-// it does not wait for one store before it stages the next.
-constexpr int PanelBytes = !StoreByTma ? 16 : BlockY * sizeof(Output) % 64 == 0 ? 64 : 32;
-constexpr int Panels = StoreByTma ? 3 : 1;   // of each warp
+constexpr int WarpsForX = BlockX > 128 ? 2 : 1;  // that copy scales of X, at most 128 each
+// A panel is what one warp stages for one TMA store: 16 rows of D, as wide as a swizzle span (128, 64 or 32 bytes) can be.
+constexpr int RowBytes = BlockY * sizeof(Output);
+constexpr int PanelBytes = !StoreByTma ? 16 : RowBytes % 128 == 0 ? 128 : RowBytes % 64 == 0 ? 64 : 32;
 constexpr int PanelColumns = PanelBytes / sizeof(Output);
 // Columns in a row that surely share a scale of Y, and blocks of scales that a tile can touch.
 constexpr int Chunk = VectorY ? 8 : (BlockY & -BlockY) < 128 ? BlockY & -BlockY : 128;
@@ -52,14 +52,14 @@ constexpr int ScaleBlocks = VectorY ? 1 : (128 - Chunk + BlockY - 1) / 128 + 1;
 constexpr int ScalesY = VectorY ? BlockY : (ScaleBlocks + 3) / 4 * 4;  // whole 16 bytes: the compiler reads them at once
 
 // A factor of its own for every output is read, and multiplied, beside wgmma where registers allow, else after it.
-constexpr bool EarlyFactors = VectorY && Rounds == 1 && BlockY <= 128, LateFactors = VectorY && !EarlyFactors;
+constexpr bool EarlyFactors = VectorY && Rounds == 1 && BlockY <= 128;
 
 WGMMA_INSTANCE(BLOCK_Y, X_FORMAT, Y_FORMAT)
 
 struct alignas(1024) Shared {              // 1024: the period of a 128-byte swizzle
   u8 x[Stages][BlockX * BlockK];
   u8 y[Stages][BlockY * BlockK];
-  u8 out[4 * Consumers][Panels][16 * PanelBytes];
+  u8 out[4 * Consumers][16 * PanelBytes];  // one panel per warp
   float4 parts[Splits > 1 ? (Splits - 1) * BlockX * BlockY / 4 : 1];  // splits: sums of the cluster's other CTAs, in CTA 0
   float scale_x[Stages][BlockX];           // of the slot's block of k
   float scale_y[Stages][ScalesY];
@@ -160,36 +160,31 @@ __device__ int map_group(const Tile& tile, bool tokens) {
 struct Scales {
   const float* scale;
   int group_stride, shift, row_stride, k_stride;                       // in floats: scales are few enough for 32 bits
-  __device__ const float* of_row(int group, int row) const { return scale + (long long)group * group_stride + (row >> shift) * row_stride; }
+  __device__ const float* of_group(int group) const { return scale + (long long)group * group_stride; }
 };
 
-// One warp copies scales of every slot's block of k into shared memory, from whatever layout they have: Count of X's (from row
-// `first` of the tile on) or of Y's. The copies are asynchronous and arrive at the slot's barrier themselves, so that as many
-// blocks are on their way as the ring has slots; rows beyond the end get zero.
+// One warp copies scales of every slot's block of k into shared memory, from whatever layout they have: those of Count rows of X or Y
+// from row `first` of the tile on, or of blocks of 128 rows. The copies are asynchronous and arrive at the slot's barrier themselves, so that as many blocks are on
+// their way as the ring has slots. Rows beyond the end are not read and get zero.
 template <bool OfX, int Count>
 __device__ __forceinline__ void supply_scales(Shared& shared, const Arguments& problem, const Scales& scales, int first) {
+  constexpr int Step = OfX || VectorY ? 1 : 128;
   const int lane = threadIdx.x % 32;
-  constexpr int PerLane = (Count + 31) / 32;
   Ring ring;
   Tile tile;
   Scheduler scheduler{problem};
   while (scheduler.next(tile)) {
-    const int step = OfX || VectorY ? 1 : 128, row_end = OfX ? tile.x_end : tile.y_end;
-    const int row = (OfX ? tile.x + first : VectorY ? tile.y : tile.y / 128 * 128) + lane * step;
-    const float* source[PerLane];                                      // of this block of k
-#pragma unroll
-    for (int i = 0; i < PerLane; ++i)
-      source[i] = scales.of_row(map_group(tile, OfX != Swapped), min(row + 32 * i * step, row_end - 1)) + (long long)tile.k_block * scales.k_stride;
+    const float* scale = scales.of_group(map_group(tile, OfX != Swapped)) + (long long)tile.k_block * scales.k_stride;
+    const int row_end = OfX ? tile.x_end : tile.y_end, row = (OfX ? tile.x + first : VectorY ? tile.y : tile.y / 128 * 128) + lane * Step;
 #pragma unroll 1
     for (int k_block = tile.k_block; k_block < tile.k_end; ++k_block, ring.advance()) {
       float* slot = OfX ? &shared.scale_x[ring.slot][first] : shared.scale_y[ring.slot];
       mbarrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
 #pragma unroll
-      for (int i = 0; i < PerLane; ++i) {
-        if (Count % 32 == 0 || 32 * i + lane < Count) copy_async(&slot[32 * i + lane], source[i], row + 32 * i * step < row_end);
-        source[i] += scales.k_stride;
-      }
+      for (int i = 0; i < Count; i += 32)
+        if (Count % 32 == 0 || i + lane < Count) copy_async(&slot[i + lane], scale + ((row + i * Step) >> scales.shift) * scales.row_stride, row + i * Step < row_end);
       copy_async_arrive(&shared.full[ring.slot]);
+      scale += scales.k_stride;
     }
   }
 }
@@ -210,18 +205,14 @@ struct Destination {
 };
 
 // A warp stores 16 rows of the tile from row x on. total: what a wgmma leaves in a thread's registers; inlined, it stays there.
-// at: which of the warp's panels is next.
-__device__ __forceinline__ void store_rows(const float (&total)[BlockY / 2], const TensorMap& map_d, const Destination& to, u8 (&panels)[Panels][16 * PanelBytes],
-                                           int& at, const Tile& tile, int x) {
+__device__ __forceinline__ void store_rows(const float (&total)[BlockY / 2], const TensorMap& map_d, const Destination& to, u8* panel, const Tile& tile, int x) {
   const int lane = threadIdx.x % 32;
   if constexpr (StoreByTma) {
     // TMA clips at the end of D; where D goes on after the tile's last row, it must not be used for the rows around that end.
     if (Problem == Dense || Problem == KGrouped || x + 16 <= tile.x_end) {
 #pragma unroll                                                           // total must be indexed by constants to stay in registers
       for (int first = 0; first < BlockY; first += PanelColumns) {
-        u8* panel = panels[at];
-        at = at + 1 == Panels ? 0 : at + 1;
-        if (lane == 0) tma_store_wait_read<Panels - 1>();              // the panel's last store has read it
+        if (lane == 0) tma_store_wait_read<0>();                       // the panel's last store has read it
         __syncwarp();
         // Byte b of row r lies at r * PanelBytes + b, its 16-byte chunk xored with the row as the map's swizzle has it.
         auto place = [&](int row, int byte) {
@@ -278,7 +269,7 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < Stages; ++s) {
-      mbarrier_init(&shared.full[s], 1 + 32 * (BlockX > 128 ? 3 : 2));
+      mbarrier_init(&shared.full[s], 1 + 32 * (WarpsForX + 1));
       mbarrier_init(&shared.empty[s], 4 * Consumers);
     }
     if constexpr (Splits > 1)
@@ -315,11 +306,9 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
           __syncwarp();
         }
       }
-    } else if (warp == 1) {
-      supply_scales<true, BlockX < 128 ? BlockX : 128>(shared, problem, of_x, 0);
-    } else if (warp == 2) {
-      if constexpr (BlockX > 128) supply_scales<true, BlockX - 128>(shared, problem, of_x, 128);
-    } else {
+    } else if (warp <= WarpsForX) {
+      supply_scales<true, BlockX / WarpsForX>(shared, problem, of_x, (warp - 1) * 128);
+    } else if (warp == 3) {
       supply_scales<false, ScalesY>(shared, problem, of_y, 0);
     }
   } else {
@@ -332,7 +321,6 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
     const Destination to = {D, bias, d_rows, d_row_length};
     Ring ring;
     u64 x_slot = x_first, y_slot = y_first;                            // descriptors of the current slot
-    int panel = 0;                                                     // the warp's next one to stage outputs in
     Tile tile;
     Scheduler scheduler{problem};
     while (scheduler.next(tile)) {
@@ -354,6 +342,8 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
               scale[round][half][i] = shared.scale_x[slot][my_row + 64 * round + 8 * half];
               if constexpr (!VectorY) scale[round][half][i] *= shared.scale_y[slot][i];
             }
+#pragma unroll
+        for (int round = 0; round < Rounds; ++round) wgmma_hold(scale[round][0]), wgmma_hold(scale[round][1]);  // done beside wgmma
       };
       // What register i of a round is multiplied by.
       auto factor_of = [&](int round, int i, int slot) {
@@ -407,6 +397,7 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
         if (tile.k_block < tile.k_end) give_back(last_slot);
       } else if (tile.k_block < tile.k_end) {
         float sum[BlockY / 2];                                         // the tensor core's accumulator, used by the rounds in turn
+        int last_slot = 0;
         mbarrier_wait(&shared.full[ring.slot], ring.phase);
 #pragma unroll 1
         for (int k_block = tile.k_block; k_block < tile.k_end; ++k_block) {
@@ -415,8 +406,12 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
 #pragma unroll
           for (int round = 0; round < Rounds; ++round) {
             multiply(sum, round, Interval > 1 && in_interval > 0);
-            // While the tensor core works: this block's scales, the next block's barrier.
-            if (round == 0) read_scales(slot);
+            // While the tensor core works: the last block's slot is given back, this block's scales, the next block's barrier.
+            if (round == 0) {
+              if (k_block > tile.k_block) give_back(last_slot);
+              last_slot = slot;
+              read_scales(slot);
+            }
             float factors[EarlyFactors ? BlockY / 2 : 1];
             if constexpr (EarlyFactors) {
 #pragma unroll
@@ -429,14 +424,13 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
             }
             wgmma_wait<0>();
             wgmma_hold(sum);
-            if (round + 1 == Rounds && !LateFactors) give_back(slot);
             if (promotes)
 #pragma unroll
               for (int i = 0; i < BlockY / 2; ++i)
                 total[round][i] = __fmaf_rn(sum[i], EarlyFactors ? factors[i] : factor_of(round, i, slot), total[round][i]);
-            if (round + 1 == Rounds && LateFactors) give_back(slot);
           }
         }
+        give_back(last_slot);
       }
 
       if constexpr (Splits > 1) {
@@ -470,14 +464,14 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
 #pragma unroll
             for (int i = 0; i < BlockY / 2; ++i) {
               const int x = tile.x + my_row + 64 * round + i / 2 % 2 * 8, y = tile.y + i / 4 * 8 + lane % 4 * 2 + i % 2;
-              if (x < tile.x_end && y < tile.y_end) total[round][i] *= *of_x.of_row(0, x) * *of_y.of_row(0, y);
+              if (x < tile.x_end && y < tile.y_end) total[round][i] *= scale_x[(x >> of_x.shift) * of_x.row_stride] * scale_y[(y >> of_y.shift) * of_y.row_stride];
             }
         }
       }
       // Not a loop: the compiler would not unroll one of this size, and total would leave the registers.
       const int x = tile.x + consumer * Rounds * 64 + warp * 16;
-      store_rows(total[0], map_d, to, shared.out[consumer * 4 + warp], panel, tile, x);
-      if constexpr (Rounds == 2) store_rows(total[1], map_d, to, shared.out[consumer * 4 + warp], panel, tile, x + 64);
+      store_rows(total[0], map_d, to, shared.out[consumer * 4 + warp], tile, x);
+      if constexpr (Rounds == 2) store_rows(total[1], map_d, to, shared.out[consumer * 4 + warp], tile, x + 64);
     }
     if (StoreByTma && lane == 0) tma_store_wait<0>();                  // D is written before the kernel ends
   }

@@ -1,6 +1,7 @@
 """The quantisation kernels give the bits of hopperlab.quantize.quantize: on the simulator here, on the GPU where there is one."""
 
 import os
+import re
 import subprocess
 import sys
 from fractions import Fraction
@@ -101,9 +102,17 @@ def test_m_major_scales_as_tma_wants_them(implementation, shape, device):
     want = reference.quantize(x, "1x128")
     poison = torch.full((1 << 16,), torch.nan, device=device)  # what a fresh allocation may hold
     del poison
-    got, m_major = IMPLEMENTATIONS[implementation](x, "1x128", m_major=True)
-    assert torch.equal(got.data.view(torch.uint8), want.data.view(torch.uint8)) and torch.equal(got.scale, want.scale)
-    assert torch.equal(m_major, reference.scale_to_m_major(want.scale)) and m_major.is_contiguous()
+    got = IMPLEMENTATIONS[implementation](x, "1x128", m_major=True)
+    assert torch.equal(got.data.view(torch.uint8), want.data.view(torch.uint8))
+    assert_m_major(got.scale, want.scale)
+
+
+def assert_m_major(scale: torch.Tensor, want: torch.Tensor) -> None:
+    """scale holds what want does, and lies in memory as scale_to_m_major(want) does, its padding of zeros included."""
+    whole = reference.scale_to_m_major(want)
+    assert torch.equal(scale, want) and scale.storage_offset() == 0
+    assert torch.equal(scale.as_strided(whole.shape, whole.stride()), whole)
+    assert scale.untyped_storage().nbytes() == 4 * whole.numel()
 
 
 @each
@@ -176,6 +185,19 @@ def test_compiles_without_spills_or_local_memory(input_type, load_bytes):
         assert cuda.kernel("whole_rows", input_type, "e4m3", load_bytes, held=held).compiled.problems == []
 
 
+@pytest.mark.parametrize("input_type, load_bytes", [("bf16", 16), ("bf16", 2), ("float", 16)])
+def test_nothing_is_read_or_written_while_the_kernel_before_may_still_write(input_type, load_bytes):
+    """They are launched early: griddepcontrol.wait comes first, and no load goes through ld.global.nc, which may be stale."""
+    ptx = cuda.kernel("blocks_1x128", input_type, "e4m3", load_bytes).compiled.ptx
+    bodies = re.findall(r"\.entry (\w+)\(.*?\n\{\n(.*?)\n\}", ptx, re.S)
+    assert {name for name, _ in bodies} == {*sum(cuda.ENTRIES.values(), ()), "swiglu_1x128"}
+    for name, body in bodies:
+        before, after = body.split("griddepcontrol.wait;")
+        touched = r"\b(?:ld|st|atom|red)\.(?:[a-z]+\.)*global"
+        assert not re.search(touched, before) and re.search(touched, after), name
+        assert ".nc." not in body and "griddepcontrol.launch_dependents;" in after, name
+
+
 # ---- SwiGLU ---------------------------------------------------------------------------------------------------------
 
 
@@ -202,10 +224,11 @@ def test_swiglu_has_the_bits_of_its_definition(dtype, k, device):
     x = hard(40, 2 * k, dtype, device, seed=7)
     x[0] = torch.linspace(-120, 120, 2 * k).to(dtype)
     want = reference.quantize(swiglu(x), "1x128", margin=1)
-    got, m_major = cuda.swiglu_quantize(x, margin=1, m_major=True)
-    assert torch.equal(got.scale.cpu(), want.scale)
-    assert torch.equal(got.data.cpu().view(torch.uint8), want.data.view(torch.uint8))
-    assert torch.equal(m_major.cpu(), reference.scale_to_m_major(want.scale))
+    for m_major in (False, True):
+        got = cuda.swiglu_quantize(x, margin=1, m_major=m_major)
+        assert torch.equal(got.scale.cpu(), want.scale)
+        assert torch.equal(got.data.cpu().view(torch.uint8), want.data.view(torch.uint8))
+    assert_m_major(got.scale, want.scale.to(device))
 
 
 def test_swiglu_is_silu_times_up_as_torch_knows_it():

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from fp8_gemm.kernels import quantize as host
 from hopperlab.formats import Format, format_of
-from hopperlab.quantize import BLOCK, ScaledTensor, scale_shape
+from hopperlab.quantize import BLOCK, ScaledTensor
 from hopperlab.triton_ops import INTERPRETED
 
 ROWS_1X128 = 16  # of a program's tile of 1x128 blocks
@@ -84,10 +84,10 @@ def round_on_interpreter(x, quotient, FP8: tl.constexpr):
 
 
 @triton.jit
-def blocks_kernel(X, Q, S, S_m_major, rows, K, row_stride, k_blocks, padded, largest,
+def blocks_kernel(X, Q, S, rows, K, row_stride, k_blocks, padded, largest,
                   ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE_TILE: tl.constexpr, M_MAJOR: tl.constexpr,
                   POWER_OF_TWO: tl.constexpr):  # fmt: skip
-    """A tile of ROWS x 128: one scale for each row, or for the whole tile."""
+    """A tile of ROWS x 128: one scale for each row, or for the whole tile. S is (rows, K blocks); M_MAJOR: (K blocks, padded)."""
     k_block = tl.program_id(0) % k_blocks
     tile = tl.program_id(0) // k_blocks
     row = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -101,9 +101,10 @@ def blocks_kernel(X, Q, S, S_m_major, rows, K, row_stride, k_blocks, padded, lar
         q = to_fp8(x, scale, Q.dtype.element_ty)
     else:
         scale = scale_of(amax, largest, POWER_OF_TWO)
-        tl.store(S + row * k_blocks + k_block, scale, mask=row < rows)
         if M_MAJOR:
-            tl.store(S_m_major + k_block.to(tl.int64) * padded + row, tl.where(row < rows, scale, 0.0), mask=row < padded)
+            tl.store(S + k_block.to(tl.int64) * padded + row, tl.where(row < rows, scale, 0.0), mask=row < padded)
+        else:
+            tl.store(S + row * k_blocks + k_block, scale, mask=row < rows)
         q = to_fp8(x, scale[:, None], Q.dtype.element_ty)
     tl.store(Q + row[:, None] * K + k[None, :], q, mask=inside)
 
@@ -149,24 +150,22 @@ def tensor_cast_kernel(X, Q, amax, S, count, largest, CHUNK: tl.constexpr, POWER
 
 
 def quantize(x: torch.Tensor, recipe: str, format: Format | str = "e4m3", power_of_two: bool = False, margin: int = 0,
-             m_major: bool = False) -> ScaledTensor | tuple[ScaledTensor, torch.Tensor]:  # fmt: skip
+             m_major: bool = False) -> ScaledTensor:  # fmt: skip
     """As fp8_gemm.kernels.quantize.quantize: the same arguments, errors and bits."""
     fmt = format_of(format)
     host.check_arguments(x, recipe, margin, m_major)
     rows, k = x.shape
     data = torch.empty(rows, k, dtype=fmt.dtype, device=x.device)
-    scale = torch.empty(scale_shape(recipe, rows, k), dtype=torch.float32, device=x.device)
-    transposed = host.empty_m_major(x) if m_major else scale
+    scale = torch.empty_strided(*host.scale_layout(recipe, rows, k, m_major), dtype=torch.float32, device=x.device)
     if x.numel() == 0:
         scale.fill_(1)
     else:
         with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
-            _launch(x, recipe, fmt.max * 2.0**-margin, power_of_two, data, scale, transposed, m_major)
-    scaled = ScaledTensor(data, scale, recipe)
-    return (scaled, transposed) if m_major else scaled
+            _launch(x, recipe, fmt.max * 2.0**-margin, power_of_two, data, scale, m_major)
+    return ScaledTensor(data, scale[:rows] if m_major else scale, recipe)
 
 
-def _launch(x, recipe, largest, power_of_two, data, scale, transposed, m_major):
+def _launch(x, recipe, largest, power_of_two, data, scale, m_major):
     rows, k = x.shape
     if recipe == "tensor":
         x, amax = x.detach().contiguous(), torch.zeros(1, dtype=torch.int32, device=x.device)
@@ -182,7 +181,7 @@ def _launch(x, recipe, largest, power_of_two, data, scale, transposed, m_major):
         return
     tile_rows, k_blocks = BLOCK if recipe == "128x128" else ROWS_1X128, scale.shape[1]
     blocks_kernel[(triton.cdiv(rows, tile_rows) * k_blocks,)](
-        x, data, scale, transposed, rows, k, pitch, k_blocks, transposed.shape[1], largest,
+        x, data, scale, rows, k, pitch, k_blocks, scale.shape[0], largest,
         ROWS=tile_rows, BLOCK=BLOCK, WHOLE_TILE=recipe == "128x128", M_MAJOR=m_major, POWER_OF_TWO=power_of_two,
         num_warps=8 if recipe == "128x128" else 4,
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """The way of a call to its launch, with a driver that only writes down what it is given: on any machine, without a GPU."""
 
 import ctypes
+import importlib
 import struct
 import threading
 
@@ -8,15 +9,17 @@ import pytest
 import torch
 from helpers import ints, random, refused
 
-from fp8_gemm import bench, dispatch, gemm, grouped_gemm, kernels, masked_gemm, ops, quantize, quantize_grouped
+from fp8_gemm import bench, dispatch, gemm, grouped_gemm, kernels, masked_gemm, ops, quantize, quantize_grouped, swiglu_quantize
+from fp8_gemm.kernels import quantize as quantisers
 from fp8_gemm.problem import Operands, Problem
 from hopperlab import kernel as hopperlab_kernel
 from hopperlab import tensormap
+from hopperlab.quantize import is_m_major
 
 driver = pytest.importorskip("cuda.bindings.driver")
 BF16, FP32 = torch.bfloat16, torch.float32
-PARAMETERS = kernels._kernel_of(Problem("dense", 40, 48, 256), kernels.plan_for(Problem("dense", 40, 48, 256), torch.device("cpu"))).parameters
-MAPS, SCALES, OUT = slice(0, 3), slice(3, 5), 8  # places among the parameters
+EARLY = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+MAPS, SCALES, OUT = slice(0, 3), slice(3, 5), 8  # places among the parameters of gemm.cu
 
 
 class Gpu:
@@ -24,12 +27,19 @@ class Gpu:
 
     def __init__(self):
         self.launches, self.encoded, self.stream, self.statuses = [], [], 7, []
+        self.loaded, self.configs = [], []
+
+    def load(self, kernel):
+        self.loaded.append(kernel)
+        return driver.CUfunction(len(self.loaded))
 
     def launch(self, config, function, parameters, extra):
-        addresses = struct.unpack(f"{len(PARAMETERS)}Q", ctypes.string_at(parameters, 8 * len(PARAMETERS)))
-        values = [ctypes.string_at(address, parameter.bytes) for address, parameter in zip(addresses, PARAMETERS)]
+        declared = self.loaded[int(function) - 1].parameters
+        addresses = struct.unpack(f"{len(declared)}Q", ctypes.string_at(parameters, 8 * len(declared)))
+        values = [ctypes.string_at(address, parameter.bytes) for address, parameter in zip(addresses, declared)]
         numbers = [value if len(value) == tensormap.BYTES else int.from_bytes(value, "little") for value in values]
         self.launches.append((function, numbers, int(config.hStream)))
+        self.configs.append(config)
         return (self.statuses.pop(0) if self.statuses else driver.CUresult.CUDA_SUCCESS,)
 
     def encode(self, kind, rank, address, *layout):
@@ -49,8 +59,8 @@ class Gpu:
 
 def forget():
     ops.forget()
-    kernels._launches.clear()
-    for cached in (kernels.packed, tensormap.encoded_at, tensormap._driver_arguments, hopperlab_kernel.Kernel.prepare, dispatch._chosen):
+    kernels._launches.clear(), quantisers._known.clear()
+    for cached in (kernels.packed, quantisers.packed, tensormap.encoded_at, tensormap._driver_arguments, hopperlab_kernel.Kernel.prepare, dispatch._chosen):
         cached.cache_clear()
 
 
@@ -60,7 +70,7 @@ def gpu(monkeypatch):
     made = Gpu()
     monkeypatch.setattr(driver, "cuLaunchKernelEx", made.launch)
     monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", made.encode)
-    monkeypatch.setattr(hopperlab_kernel.Kernel, "_loaded", lambda self, index, shared_bytes: driver.CUfunction(1234))
+    monkeypatch.setattr(hopperlab_kernel.Kernel, "_loaded", lambda self, index, shared_bytes: made.load(self))
     monkeypatch.setattr(dispatch, "choose", lambda problem, device, backend=None: (backend or "cuda", None, {}))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of "cpu"
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: None)
@@ -234,3 +244,124 @@ def test_the_host_benchmark_times_every_part(gpu):
     assert [row["name"] for row in rows] == ["gemm, out given", "launch alone", "torch: x.zero_()"]
     assert all(0 < row["microseconds"] and len(row["rounds_us"]) == bench.HOST_ROUNDS for row in rows)
     assert bench.processor()
+
+
+# ---- quantising -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quantising(gpu, monkeypatch):
+    """Quantisation of CPU tensors, too, ends in Gpu, as that of CUDA tensors ends in the driver."""
+    module = importlib.import_module("fp8_gemm.quantize")
+    monkeypatch.setattr(module, "on_hopper", lambda x: isinstance(x, torch.Tensor))
+    monkeypatch.setattr(quantisers, "gpu_launch", lambda kernel, device, ctas, threads: kernel.prepare(None, ctas, threads, early=True))
+    return gpu
+
+
+def on_the_simulator(monkeypatch, call) -> list[tuple]:
+    """(entry, grid, block, numbers after the tensors) of each launch that the simulator gets from a call."""
+    launches = []
+
+    def launch(self, *arguments, grid, block, **options):
+        numbers = [argument for argument in arguments if not isinstance(argument, torch.Tensor)]
+        launches.append((self.entry, grid, block, numbers))
+
+    with monkeypatch.context() as patched:
+        quantisers._known.clear()
+        patched.setattr(quantisers, "gpu_launch", lambda *arguments: None)
+        patched.setattr(hopperlab_kernel.Kernel, "launch", launch)
+        call()
+    quantisers._known.clear()
+    return launches
+
+
+QUANTISERS = {
+    "1x128": lambda x: quantize(x),
+    "128x128": lambda x: quantize(x, "128x128", "e5m2", margin=2, power_of_two=True),
+    "row": lambda x: quantize(x, "row", power_of_two=True),
+    "tensor": lambda x: quantize(x, "tensor"),
+    "swiglu": lambda x: swiglu_quantize(x, margin=1),
+}
+
+
+@pytest.mark.parametrize("name", QUANTISERS)
+def test_quantising_gives_the_driver_what_the_simulator_gets(quantising, monkeypatch, name):
+    x = random(40, 200).bfloat16() if name == "tensor" else random(40, 256).bfloat16()[:, :200]
+    wanted = on_the_simulator(monkeypatch, lambda: QUANTISERS[name](x))
+    for _ in range(2):
+        quantising.launches.clear(), quantising.configs.clear()
+        got = QUANTISERS[name](x)
+        assert len(quantising.launches) == len(wanted) == (2 if name == "tensor" else 1)
+        for (function, numbers, stream), config, (entry, grid, block, last) in zip(quantising.launches, quantising.configs, wanted):
+            kernel = quantising.loaded[int(function) - 1]
+            declared = kernel.parameters[-len(last) :]
+            bits = [struct.unpack("<I", struct.pack("<f", n))[0] if p.type == "f32" else int(n) for n, p in zip(last, declared)]
+            assert kernel.entry == entry and numbers[-len(last) :] == bits and stream == 7
+            assert (config.gridDimX, config.gridDimY, config.gridDimZ) == grid and (config.blockDimX, config.blockDimY) == block[:2]
+            assert [attribute.id for attribute in config.attrs] == [EARLY]
+        assert quantising.last[0] == x.data_ptr() and quantising.last[1] == got.data.data_ptr()
+        assert got.scale.data_ptr() in quantising.last[2:4]
+    again = type(got)(got.data, got.scale, got.recipe)  # whose checks the fast way leaves out
+    assert (again.format, again.rows, again.k) == (got.format, 40, 100 if name == "swiglu" else 200)
+    if name in ("1x128", "swiglu"):
+        assert is_m_major(got.scale) and got.scale.stride() == (1, 40)
+
+
+def test_quantising_again_finds_everything_known(quantising, monkeypatch):
+    x = random(40, 256).bfloat16()
+    quantize(x)
+    made = []
+    monkeypatch.setattr(quantisers, "Quantisation", lambda *arguments: made.append(arguments))
+    other = random(40, 256, seed=1).bfloat16()
+    for each in (x, other, x):
+        quantize(each)
+        assert quantising.last[0] == each.data_ptr()
+    assert not made
+
+
+def test_quantising_another_layout_or_option_is_another_call(quantising):
+    memory = random(43, 512).bfloat16().flatten()
+    x = memory[: 40 * 256].view(40, 256)
+    calls = (lambda: quantize(x), lambda: quantize(memory.view(43, 512)[:40, :256]), lambda: quantize(x[:39]), lambda: quantize(x.float()),
+             lambda: quantize(memory[1 : 40 * 256 + 1].view(40, 256)), lambda: quantize(x, "row"), lambda: quantize(x, format="e5m2"),
+             lambda: quantize(x, margin=1), lambda: quantize(x, power_of_two=True), lambda: quantisers.quantize(x, "1x128"),
+             lambda: swiglu_quantize(x))  # fmt: skip
+    for number, call in enumerate(calls):
+        call(), call()
+        assert len(quantisers._known) == number + 1
+    widths = {kernel.constants["LOAD_BYTES"] for kernel in quantising.loaded}
+    assert widths == {16, 2}  # the view that starts at an odd element gets loads that it is aligned for
+
+
+def test_a_known_quantisation_excuses_no_wrong_argument(quantising):
+    x = random(40, 256).bfloat16()
+    quantize(x, margin=1)
+    launches = len(quantising.launches)
+    for change, what in (({"margin": True}, "margin is True"), ({"margin": 1.0}, "margin is 1.0"), ({"recipe": ["1x128"]}, "recipe is"),
+                         ({"format": ["e4m3"]}, "format is")):  # fmt: skip
+        with refused(ValueError, what):
+            quantize(x, **{"margin": 1, **change})
+    with refused(TypeError, "x has dtype torch.float64"):
+        quantize(x.double(), margin=1)
+    assert len(quantising.launches) == launches
+
+
+def test_quantising_columns_apart_reads_a_copy(quantising):
+    x = random(256, 40).t()
+    quantize(x), quantize(x)
+    assert quantising.last[0] != x.data_ptr()
+    rows, k, pitch = quantising.last[3:6]
+    assert (rows, k, pitch) == (40, 256, 256)
+
+
+def test_scales_are_padded_to_whole_16_bytes(quantising):
+    scale = quantize(random(38, 300).bfloat16()).scale
+    assert scale.shape == (38, 3) and scale.stride() == (1, 40) and scale.untyped_storage().nbytes() == 3 * 40 * 4
+
+
+def test_nothing_to_quantise_launches_nothing(quantising):
+    for shape in ((0, 256), (5, 0)):
+        for recipe in ("tensor", "row", "1x128", "128x128"):
+            scaled = quantize(torch.empty(shape, dtype=BF16), recipe)
+            assert scaled.data.shape == shape and (scaled.scale == 1).all()
+    assert not quantising.launches

@@ -3,6 +3,7 @@
 The arithmetic is that of :mod:`hopperlab.quantize`; this module adds the shapes that grouped GEMMs need.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -32,23 +33,23 @@ def quantize(
     if on_hopper(x):
         from fp8_gemm.kernels import quantize as kernels  # one reading of x, the same bits
 
-        if recipe == "1x128":
-            return _m_major(*kernels.quantize(x, recipe, format, power_of_two, margin, m_major=True))
-        return kernels.quantize(x, recipe, format, power_of_two, margin)
+        return kernels.quantize(x, recipe, format, power_of_two, margin, m_major=recipe == "1x128")
     if isinstance(x, torch.Tensor):
         x = x.contiguous()  # elementwise results keep the strides of their input, and FP8 data must lie along K
     scaled = _quantize(x, recipe, format, power_of_two, margin)
-    return _m_major(scaled, scale_to_m_major(scaled.scale)) if recipe == "1x128" else scaled
-
-
-def _m_major(scaled: ScaledTensor, scale: torch.Tensor) -> ScaledTensor:
-    """The same data with its scales read from (K blocks, padded rows)."""
-    return ScaledTensor(scaled.data, scale[:, : scaled.rows].t(), scaled.recipe)
+    if recipe != "1x128":
+        return scaled
+    return ScaledTensor(scaled.data, scale_to_m_major(scaled.scale)[:, : scaled.rows].t(), recipe)
 
 
 def on_hopper(x) -> bool:
     """Whether x is a tensor that kernels/quantize.cu can quantise on its GPU."""
-    return isinstance(x, torch.Tensor) and x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
+    return isinstance(x, torch.Tensor) and x.is_cuda and _is_hopper(x.device)
+
+
+@functools.cache  # torch takes microseconds to say it
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,14 +193,14 @@ def swiglu_quantize(
 ) -> ScaledTensor:
     """silu(x[:, :K]) · x[:, K:], computed in FP32 and quantised "1x128": the middle of a gated expert.
 
-    x is (rows, 2 K), bfloat16, float16 or float32; the result (rows, K). On a Hopper GPU one kernel does it, whose exp is its own,
-    so that the simulator gives the same bits; elsewhere torch's silu is used, which may round otherwise. Raises TypeError or
-    ValueError.
+    x is (rows, 2 K), bfloat16, float16 or float32; the result (rows, K), its scales M-major. On a Hopper GPU one kernel
+    does it, whose exp is its own, so that the simulator gives the same bits; elsewhere torch's silu is used, which may round
+    otherwise. Raises TypeError or ValueError.
     """
     if on_hopper(x):
         from fp8_gemm.kernels import quantize as kernels
 
-        return kernels.swiglu_quantize(x, format, power_of_two, margin)
+        return kernels.swiglu_quantize(x, format, power_of_two, margin, m_major=True)
     if not isinstance(x, torch.Tensor) or x.dtype not in CASTABLE:
         given = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
         raise TypeError(f"x is {given}; it must be a tensor of bfloat16, float16 or float32")

@@ -9,6 +9,10 @@
 // These kernels live on memory bandwidth: 2 bytes in and 1 out per element of bf16. To keep up, an SM must finish about 6
 // elements a cycle, each in about 20 instructions. So: every byte is read once, 16 bytes a load, eight loads in flight per
 // thread; and the division by the scale, about 10 instructions, is made of 3.
+//
+// Each may start while the kernel before it in the stream ends, and lets the next one do so; nothing in global memory is touched
+// before previous_grid_done(). X is not __restrict__: the compiler would then read it by ld.global.nc, as data that nobody writes
+// while this kernel runs, and the kernel before may still be writing it.
 
 #include "hopper.cuh"
 
@@ -16,7 +20,6 @@
 typedef INPUT Input;                       // bf16, fp16 or float
 typedef FORMAT Format;                     // e4m3 or e5m2
 constexpr int LoadBytes = LOAD_BYTES;      // of one load: 16, or 8, 4, 2 where rows are not aligned for more
-constexpr bool MMajor = M_MAJOR;           // blocks_1x128 writes its scales M-major as well
 
 constexpr int Block = 128;                 // edge of a scaling block
 constexpr int Vector = 16 / sizeof(Input); // elements that a thread holds side by side: 8, or 4 of FP32
@@ -26,10 +29,16 @@ constexpr int Rows = 8;                    // loads in flight per thread. 8 scal
 constexpr u32 AllLanes = 0xffffffff;
 constexpr float SmallestScale = 0x1p-126f; // the smallest normal FP32
 
+// To be called before anything in global memory is read or written.
+__device__ __forceinline__ void previous_grid_done() {
+  wait_for_previous_grid();
+  launch_next_grid();
+}
+
 // ---- 16 bytes of the input ------------------------------------------------------------------------------------------
 
 // Elements k to k + Vector - 1 of a row of K elements, zeros past its end.
-__device__ __forceinline__ void load(u32 (&raw)[4], const Input* __restrict__ row, long long k, long long K) {
+__device__ __forceinline__ void load(u32 (&raw)[4], const Input* row, long long k, long long K) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) raw[i] = 0;
 #pragma unroll
@@ -161,7 +170,7 @@ __device__ __forceinline__ void quantize_vector(const u32 (&raw)[4], const Divis
 // ---- one scale per 1x128 --------------------------------------------------------------------------------------------
 // grid (ceil(rows / 8) * ceil(K blocks / groups)), block (128). A group of `Lanes` threads works on 8 rows of one K block; the
 // groups of a CTA lie side by side along k, and so do CTAs in order of their number.
-//   scale is (rows, K blocks).   scale_m_major is (K blocks, padded), padded = rows rounded up to 4; the padding becomes zero.
+//   scale is (rows, K blocks); m_major: (K blocks, padded), padded = rows rounded up to 4; the padding becomes zero.
 
 constexpr int ThreadsOf1x128 = 128;
 
@@ -169,7 +178,7 @@ constexpr int ThreadsOf1x128 = 128;
 // once, and side by side with the others. Returns the lane's divisor; its neighbours take it by from_lane.
 template <int Count>
 __device__ __forceinline__ Divisor scales_1x128(const float (&amax)[Count], int lane, int row0, int k_block, int rows, int K,
-    float* __restrict__ scale, float* __restrict__ scale_m_major, float largest, bool power_of_two) {
+    float* __restrict__ scale, float largest, bool power_of_two, bool m_major) {
   float of_lane = 0.0f;
 #pragma unroll
   for (int i = 0; i < Count; ++i)
@@ -177,9 +186,9 @@ __device__ __forceinline__ Divisor scales_1x128(const float (&amax)[Count], int 
   const float mine = scale_of(of_lane, largest, power_of_two);
   const int m = row0 + lane, k_blocks = (K + Block - 1) / Block;
   if (lane < Count && k_block < k_blocks) {
-    if (m < rows) scale[(long long)m * k_blocks + k_block] = mine;
     const int padded = (rows + 3) / 4 * 4;
-    if (MMajor && m < padded) scale_m_major[(long long)k_block * padded + m] = m < rows ? mine : 0.0f;
+    if (m_major && m < padded) scale[(long long)k_block * padded + m] = m < rows ? mine : 0.0f;
+    if (!m_major && m < rows) scale[(long long)m * k_blocks + k_block] = mine;
   }
   return divisor_of(mine);
 }
@@ -198,8 +207,9 @@ struct Place {
 };
 
 extern "C" __global__ void __launch_bounds__(ThreadsOf1x128)
-blocks_1x128(const Input* __restrict__ X, u8* __restrict__ Q, float* __restrict__ scale, float* __restrict__ scale_m_major,
-             int rows, int K, long long row_stride, float largest, int power_of_two) {
+blocks_1x128(const Input* X, u8* __restrict__ Q, float* __restrict__ scale, int rows, int K, long long row_stride, float largest,
+             int power_of_two, int m_major) {
+  previous_grid_done();
   const Place at(K, Rows);
   const Input* row = X + at.row0 * row_stride;
   u32 raw[Rows][4];
@@ -208,7 +218,7 @@ blocks_1x128(const Input* __restrict__ X, u8* __restrict__ Q, float* __restrict_
   float amax[Rows];
 #pragma unroll
   for (int i = 0; i < Rows; ++i) amax[i] = lanes_max<Lanes>(vector_amax(raw[i], 0.0f));
-  const Divisor by = scales_1x128(amax, at.lane, at.row0, at.k_block, rows, K, scale, scale_m_major, largest, power_of_two);
+  const Divisor by = scales_1x128(amax, at.lane, at.row0, at.k_block, rows, K, scale, largest, power_of_two, m_major);
   u8* q = Q + (long long)at.row0 * K;
 #pragma unroll
   for (int i = 0; i < Rows; ++i, q += K) quantize_vector(raw[i], from_lane(by, i), q, at.k(), at.row0 + i < rows ? K : 0);
@@ -244,8 +254,9 @@ __device__ __forceinline__ float swiglu(float gate, float up) {
 constexpr int RowsOfSwiglu = 4;            // two loads each
 
 extern "C" __global__ void __launch_bounds__(ThreadsOf1x128)
-swiglu_1x128(const Input* __restrict__ X, u8* __restrict__ Q, float* __restrict__ scale, float* __restrict__ scale_m_major,
-             int rows, int K, long long row_stride, float largest, int power_of_two) {
+swiglu_1x128(const Input* X, u8* __restrict__ Q, float* __restrict__ scale, int rows, int K, long long row_stride, float largest,
+             int power_of_two, int m_major) {
+  previous_grid_done();
   const Place at(K, RowsOfSwiglu);
   const Input* row = X + at.row0 * row_stride;
   u32 gate[RowsOfSwiglu][4], up[RowsOfSwiglu][4];
@@ -265,7 +276,7 @@ swiglu_1x128(const Input* __restrict__ X, u8* __restrict__ Q, float* __restrict_
     }
     amax[i] = lanes_max<Lanes>(amax[i]);
   }
-  const Divisor by = scales_1x128(amax, at.lane, at.row0, at.k_block, rows, K, scale, scale_m_major, largest, power_of_two);
+  const Divisor by = scales_1x128(amax, at.lane, at.row0, at.k_block, rows, K, scale, largest, power_of_two, m_major);
   u8* q = Q + (long long)at.row0 * K;
 #pragma unroll
   for (int i = 0; i < RowsOfSwiglu; ++i, q += K)
@@ -280,8 +291,9 @@ constexpr int ThreadsOf128x128 = Lanes * Block / Rows;
 // At least 1024 threads on an SM: while a CTA waits at its barrier, others keep the memory busy. (Loads of 2 bytes need more
 // registers.)
 extern "C" __global__ void __launch_bounds__(ThreadsOf128x128, LoadBytes > 2 ? 1024 / ThreadsOf128x128 : 1)
-blocks_128x128(const Input* __restrict__ X, u8* __restrict__ Q, float* __restrict__ scale, int rows, int K, long long row_stride,
+blocks_128x128(const Input* X, u8* __restrict__ Q, float* __restrict__ scale, int rows, int K, long long row_stride,
                float largest, int power_of_two) {
+  previous_grid_done();
   const int k_blocks = (K + Block - 1) / Block;
   const int k = blockIdx.x % k_blocks * Block + threadIdx.x % Lanes * Vector;
   const int row0 = blockIdx.x / k_blocks * Block + threadIdx.x / Lanes * Rows;
@@ -311,8 +323,9 @@ constexpr int ThreadsOfRow = 256;
 constexpr int Held = HELD;                 // vectors per thread: as many as the row needs, at most 8
 
 extern "C" __global__ void __launch_bounds__(ThreadsOfRow, 1024 / ThreadsOfRow)
-whole_rows(const Input* __restrict__ X, u8* __restrict__ Q, float* __restrict__ scale, int K, long long row_stride, float largest,
+whole_rows(const Input* X, u8* __restrict__ Q, float* __restrict__ scale, int K, long long row_stride, float largest,
            int power_of_two) {
+  previous_grid_done();
   constexpr int Step = ThreadsOfRow * Vector;
   const Input* row = X + blockIdx.x * row_stride;
   u8* q = Q + (long long)blockIdx.x * K;
@@ -349,7 +362,8 @@ constexpr int ThreadsOfTensor = 256;
 constexpr int Chunk = ThreadsOfTensor * Vector * Rows;                 // elements of a CTA
 
 extern "C" __global__ void __launch_bounds__(ThreadsOfTensor)
-tensor_amax(const Input* __restrict__ X, u32* __restrict__ amax, long long count) {
+tensor_amax(const Input* X, u32* __restrict__ amax, long long count) {
+  previous_grid_done();
   const long long first = (long long)blockIdx.x * Chunk + threadIdx.x * Vector;
   u32 raw[Rows][4];
 #pragma unroll
@@ -363,8 +377,9 @@ tensor_amax(const Input* __restrict__ X, u32* __restrict__ amax, long long count
 }
 
 extern "C" __global__ void __launch_bounds__(ThreadsOfTensor)
-tensor_cast(const Input* __restrict__ X, u8* __restrict__ Q, const float* __restrict__ amax, float* __restrict__ scale,
+tensor_cast(const Input* X, u8* __restrict__ Q, const float* amax, float* __restrict__ scale,
             long long count, float largest, int power_of_two) {
+  previous_grid_done();
   // Backwards: what the first kernel read last may still be in L2.
   const long long first = (long long)(gridDim.x - 1 - blockIdx.x) * Chunk + threadIdx.x * Vector;
   u32 raw[Rows][4];

@@ -571,6 +571,8 @@ def _cluster_wait(instruction, program):
             if barrier.generation == token and barrier.arrived >= barrier.total() > 0:
                 barrier.generation += 1  # the threads that were missing have exited
                 barrier.arrived = 0
+                if fragment.unit.cluster.observer is not None:
+                    fragment.unit.cluster.observer.barrier_complete(barrier)
             return barrier.generation != token
 
         if not ready():

@@ -128,7 +128,7 @@ def timed(sizes: Sizes, calls: dict[str, list], flops: int, moved: int, **descri
         for made in calls.values():
             made[0]()
         return rows
-    timings = bench.measure(calls, rounds=7)
+    timings = bench.measure(calls, rounds=3)
     for row, timing in zip(rows, timings.values()):
         row |= {"microseconds": timing.seconds * 1e6, "spread": timing.spread, "tflops": flops / timing.seconds / 1e12,
                 "gbytes_per_s": moved / timing.seconds / 1e9}  # fmt: skip
@@ -230,12 +230,14 @@ def dense(sizes: Sizes, device: torch.device, m: int, n: int, k: int) -> tuple[l
 # ---- the record ------------------------------------------------------------------------------------------------------
 
 
-def record_of(sizes: Sizes, device: torch.device) -> dict:
+def record_of(sizes: Sizes, device: torch.device, keep=lambda record: None) -> dict:
+    """All measurements. keep is called with what is there after each: a run that is cut short loses nothing."""
     record = {"kind": "sweep", **report.environment(), "contiguous": [], "masked": [], "dense": [], "skew": [], "missing": {}}
 
     def add(name: str, found: tuple[list[dict], dict]) -> None:
         record[name] += found[0]
         record["missing"] |= found[1]
+        keep(record)
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -257,7 +259,8 @@ def record_of(sizes: Sizes, device: torch.device) -> dict:
 def main(path: Path, small: bool = False) -> None:
     if not small and not capability.has_hopper():
         sys.exit(f"{capability.hopper().sentence()} Without one, --small runs every measurement on tiny shapes, untimed.")
-    print(report.save(record_of(SMALL if small else Sizes(), capability.device()), path))
+    record = record_of(SMALL if small else Sizes(), capability.device(), keep=lambda record: report.save(record, path))
+    print(report.save(record, path))
 
 
 if __name__ == "__main__":

@@ -23,20 +23,21 @@ from fp8_gemm import gemm, grouped_gemm, kernels, masked_gemm, quantize, quantiz
 from fp8_gemm.plan import Plan, plan, promising
 from fp8_gemm.problem import Operands, Problem
 from hopperlab import bench, capability, reference, report, telemetry
+from hopperlab.quantize import scale_to_m_major
 
 # (N, K) of DeepSeek-V3's linears, which DeepGEMM's own tables use, and two odd ones.
 WEIGHTS = ((2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048), (576, 7168), (3072, 1024))
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 4096)
+ROWS = (4096, 1, 16, 64, 128, 2, 4, 8, 32)
 CUBES = (4096, 8192)
 PEERS = ("deep_gemm", "cublas block", "cublas tensor")
-ROUNDS, SEARCH_ROUNDS = 5, 2
+ROUNDS = 5
 MOST_SETS = 16  # input sets: more than L2 holds for all but the smallest shapes
 SEARCHED = 24  # plans timed per shape when searching
 
 
 def shapes() -> list[tuple[int, int, int]]:
     """Every (M, N, K) that is timed."""
-    return [(m, n, k) for m in ROWS for n, k in WEIGHTS] + [(size,) * 3 for size in CUBES]
+    return [(size,) * 3 for size in CUBES] + [(m, n, k) for m in ROWS for n, k in WEIGHTS]
 
 
 def candidates(problem: Problem, sms: int) -> dict[str, Plan]:
@@ -46,10 +47,11 @@ def candidates(problem: Problem, sms: int) -> dict[str, Plan]:
 
 
 def calls_of(problem: Problem, chosen: Plan, sets, outs) -> list:
-    """One call per input set, operands quantised beforehand."""
-    operands = [inputs.quantised(problem.recipe_a, problem.recipe_b) for inputs in sets]
-    return [lambda a=a, b=b, out=out: kernels.launch(problem, chosen, Operands(a.data, b.data, a.scale, b.scale), out)
-            for (a, b), out in zip(operands, outs)]  # fmt: skip
+    """One call per input set, operands quantised beforehand, A's scales laid out as quantize does."""
+    operands = []
+    for a, b in (inputs.quantised(problem.recipe_a, problem.recipe_b) for inputs in sets):
+        operands.append(Operands(a.data, b.data, scale_to_m_major(a.scale)[:, : a.rows].t(), b.scale))
+    return [lambda o=o, out=out: kernels.launch(problem, chosen, o, out) for o, out in zip(operands, outs)]
 
 
 def quantised_calls(problem: Problem, chosen: Plan, sets, outs) -> list:
@@ -63,7 +65,7 @@ def quantised_calls(problem: Problem, chosen: Plan, sets, outs) -> list:
     return [lambda inputs=inputs, b=b, out=out: call(inputs, b, out) for inputs, b, out in zip(sets, weights, outs)]
 
 
-def measure_shape(shape: tuple[int, int, int], sms: int, search: bool) -> dict:
+def measure_shape(shape: tuple[int, int, int], sms: int, search: bool, rounds: int) -> dict:
     """One entry of the record: the shape, its plan, and one row per candidate."""
     m, n, k = shape
     problem = Problem("dense", m, n, k)
@@ -82,7 +84,7 @@ def measure_shape(shape: tuple[int, int, int], sms: int, search: bool) -> dict:
     a, b = sets[0].quantised(problem.recipe_a, problem.recipe_b)
     exact = reference.matmul_exact(a, b)
     error = float((outs[0].double() - exact).abs().max() / exact.abs().max())
-    timings = bench.measure(calls, rounds=SEARCH_ROUNDS if search else ROUNDS)
+    timings = bench.measure(calls, rounds=rounds)
     rows = [bench.row(name, timing, m, n, k, error=error if name == first else float("nan"), launches=0) for name, timing in timings.items()]
     for row in rows:
         del row["kernel_launches"]  # counted on the ladder
@@ -172,7 +174,7 @@ def processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def main(path: Path, search: bool = False, only: str = "", host: bool = False) -> None:
+def main(path: Path, search: bool = False, only: str = "", host: bool = False, rounds: int = ROUNDS) -> None:
     if not capability.has_hopper():
         sys.exit(capability.hopper().sentence())
     if host:
@@ -181,15 +183,17 @@ def main(path: Path, search: bool = False, only: str = "", host: bool = False) -
             print(f"{row['microseconds']:8.2f} µs  {row['name']}")
         print(report.save({"kind": "host", **report.environment(), **entry}, path))
         return
-    sms, entries = torch.cuda.get_device_properties(0).multi_processor_count, []
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    record = {"kind": "search" if search else "library", **report.environment(), "rounds": rounds, "shapes": []}
     with telemetry.Recorder() as recorder:
         for shape in shapes():
             if "x".join(map(str, shape)).startswith(only):
-                entries.append(measure_shape(shape, sms, search))
-                print(line(entries[-1]), flush=True)
+                record["shapes"].append(measure_shape(shape, sms, search, rounds))
+                record["telemetry"] = recorder.summary()
+                report.save(record, path)  # a run that is cut short leaves what it has measured
+                print(line(record["shapes"][-1]), flush=True)
                 torch.cuda.empty_cache()
-    record = {"kind": "search" if search else "library", **report.environment(), "telemetry": recorder.summary(), "shapes": entries}
-    print(report.save(record, path))
+    print(path)
 
 
 if __name__ == "__main__":
@@ -197,5 +201,6 @@ if __name__ == "__main__":
     parser.add_argument("record", type=Path)
     parser.add_argument("--search", action="store_true")
     parser.add_argument("--host", action="store_true")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="times that each candidate is timed; 2 are enough for a search")
     parser.add_argument("--only", default="", help="beginning of MxNxK")
     main(**{"path" if name == "record" else name: value for name, value in vars(parser.parse_args()).items()})

@@ -244,17 +244,19 @@ WRONG_05 = [
     ("05", "k > 0);\n            wgmma_commit();", "k > 0);", "test_blank_2", r"BLANK 2, .*still belongs to an asynchronous wgmma"),
     # no fence, although promotion has read the registers
     ("05", "            wgmma_fence();\n", "", "test_blank_2", r"BLANK 2, .*no wgmma\.fence"),
-    # the slot that comes next
-    ("05", "mbarrier_arrive(&shared.empty[slot]);", "mbarrier_arrive(&shared.empty[ring.slot]);", "test_blank_3",
-     r"(?s)BLANK 3, .*deadlock.*lacks 8 of 8 arrivals.*for the slot that was just multiplied"),
+    # the slot that is being multiplied
+    ("05", "mbarrier_arrive(&shared.empty[last_slot]);\n              // END BLANK", "mbarrier_arrive(&shared.empty[ring.slot]);\n              // END BLANK", "test_blank_3",
+     r"(?s)BLANK 3, "),
     # every lane arrives
-    ("05", "if (lane == 0) mbarrier_arrive(&shared.empty[slot]);", "mbarrier_arrive(&shared.empty[slot]);", "test_blank_3",
+    ("05", "if (lane == 0) mbarrier_arrive(&shared.empty[last_slot]);\n              // END BLANK", "mbarrier_arrive(&shared.empty[last_slot]);\n              // END BLANK", "test_blank_3",
      r"BLANK 3, .*128 arrivals on .*lacks only 8 .*Phases end too early"),
     # one arrival for a whole warpgroup
-    ("05", "if (lane == 0) mbarrier_arrive(&shared.empty[slot]);", "if (threadIdx.x % 128 == 0) mbarrier_arrive(&shared.empty[slot]);", "test_blank_3",
+    ("05", "if (lane == 0) mbarrier_arrive(&shared.empty[last_slot]);\n              // END BLANK",
+     "if (threadIdx.x % 128 == 0) mbarrier_arrive(&shared.empty[last_slot]);\n              // END BLANK", "test_blank_3",
      r"(?s)BLANK 3, .*deadlock.*lacks 6 of 8 arrivals.*one arrival of each consumer warp"),
     # the wrong one of the two barriers
-    ("05", "mbarrier_arrive(&shared.empty[slot]);", "mbarrier_arrive(&shared.full[slot]);", "test_blank_3", r"BLANK 3, .*lacks only 1 .*Phases end too early"),
+    ("05", "mbarrier_arrive(&shared.empty[last_slot]);\n              // END BLANK", "mbarrier_arrive(&shared.full[last_slot]);\n              // END BLANK", "test_blank_3",
+     r"BLANK 3, .*lacks only 1 .*Phases end too early"),
     # the first round's scales for both
     ("05", "choose(scale[round], c, s);", "choose(scale[0], c, s);", "test_blank_4",
      r"BLANK 4, .*was given A's scale of row 0 and B's of block 0: right are row 64 and block 0"),
@@ -265,8 +267,9 @@ WRONG_05 = [
     # two roundings
     ("05", "__fmaf_rn(sum[i], s[i / 2 % 2], total[round][i])", "__fadd_rn(__fmul_rn(sum[i], s[i / 2 % 2]), total[round][i])", "test_blank_4",
      r"BLANK 4, .*right but for rounding.*rounded once"),
-    # the last block only
-    ("05", "__fmaf_rn(sum[i], s[i / 2 % 2], total[round][i])", "sum[i] * s[i / 2 % 2]", "test_blank_4", r"BLANK 4, .*and is 128, the sum of one block of K\."),
+    # the first round's total under the second round's sums
+    ("05", "total[round][i] = __fmaf_rn(sum[i], s[i / 2 % 2], total[round][i])", "total[round][i] = __fmaf_rn(sum[i], s[i / 2 % 2], total[0][i])",
+     "test_blank_4", r"BLANK 4, .*The first is D\[64\]\[0\].*its own round's total"),
 ]  # fmt: skip
 
 WRONG_06 = [

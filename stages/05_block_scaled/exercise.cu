@@ -205,6 +205,7 @@ overlapped(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
         // BLANK 1: where the tile straddles blocks of B's scales, take the product with block i of the ScaleBlocks it touches  (about 3 lines; stuck? hopperlab hint 05 1)
         // END BLANK
       };
+      int last_slot = 0;                                               // of the block before
       for (int chunk = 0;; ++chunk) {
         const int chunk_end = min(32 * chunk + 32, k_blocks);
 #pragma unroll 1
@@ -213,11 +214,15 @@ overlapped(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
           for (int round = 0; round < Rounds; ++round) {
             // BLANK 2: multiply one block of K: four wgmma into sum, which starts from zero where the scale changes  (about 4 lines; stuck? hopperlab hint 05 2)
             // END BLANK
+            if (round == 0 && k_block > 0) {                           // here, where the tensor core does not wait for it
+              // BLANK 3: give the last block's slot back: nobody in this warp still reads its tiles or its scales  (about 2 lines; stuck? hopperlab hint 05 3)
+              // END BLANK
+            }
             if (round + 1 < Rounds) {
               wgmma_wait<0>();
               wgmma_hold(sum);
             } else {                                                   // while the tensor core works: all that the next block needs
-              const int slot = ring.slot;
+              last_slot = ring.slot;
               ring.advance();
               a_slot = ring.slot == 0 ? a_first : a_slot + BlockM * BlockK / 16;
               b_slot = ring.slot == 0 ? b_first : b_slot + BlockN * BlockK / 16;
@@ -227,8 +232,6 @@ overlapped(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
               }
               wgmma_wait<0>();
               wgmma_hold(sum);
-              // BLANK 3: give the slot back: nobody in this warp still reads its tiles or its scales  (about 2 lines; stuck? hopperlab hint 05 3)
-              // END BLANK
             }
             // BLANK 4: promote: total = sum * scale + total in one fused multiply-add, chunk of columns by chunk of columns  (about 7 lines; stuck? hopperlab hint 05 4)
             // END BLANK
@@ -243,6 +246,8 @@ overlapped(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
         for (int i = 0; i < ScaleBlocks; ++i) held[i] = held_next[i];
         fetch(held_next, tile, chunk + 2);
       }
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(&shared.empty[last_slot]);
       if (tile + gridDim.x < tiles) {                                  // on their way while D is stored
         fetch(held, tile + gridDim.x, 0);
         fetch(held_next, tile + gridDim.x, 1);

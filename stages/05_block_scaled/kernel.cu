@@ -209,6 +209,7 @@ overlapped(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
           if (n0 % 128 + c >= 128 * i) chosen[0] = s[0][i], chosen[1] = s[1][i];
         // END BLANK
       };
+      int last_slot = 0;                                               // of the block before
       for (int chunk = 0;; ++chunk) {
         const int chunk_end = min(32 * chunk + 32, k_blocks);
 #pragma unroll 1
@@ -221,11 +222,17 @@ overlapped(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
             for (int k = 0; k < BlockK; k += 32) wgmma<BlockN, A_FORMAT, B_FORMAT>(sum, a_round + k / 16, b_slot + k / 16, k > 0);
             wgmma_commit();
             // END BLANK
+            if (round == 0 && k_block > 0) {                           // here, where the tensor core does not wait for it
+              // BLANK 3: give the last block's slot back: nobody in this warp still reads its tiles or its scales
+              __syncwarp();
+              if (lane == 0) mbarrier_arrive(&shared.empty[last_slot]);
+              // END BLANK
+            }
             if (round + 1 < Rounds) {
               wgmma_wait<0>();
               wgmma_hold(sum);
             } else {                                                   // while the tensor core works: all that the next block needs
-              const int slot = ring.slot;
+              last_slot = ring.slot;
               ring.advance();
               a_slot = ring.slot == 0 ? a_first : a_slot + BlockM * BlockK / 16;
               b_slot = ring.slot == 0 ? b_first : b_slot + BlockN * BlockK / 16;
@@ -235,10 +242,6 @@ overlapped(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
               }
               wgmma_wait<0>();
               wgmma_hold(sum);
-              // BLANK 3: give the slot back: nobody in this warp still reads its tiles or its scales
-              __syncwarp();
-              if (lane == 0) mbarrier_arrive(&shared.empty[slot]);
-              // END BLANK
             }
             // BLANK 4: promote: total = sum * scale + total in one fused multiply-add, chunk of columns by chunk of columns
             // sum[i] belongs to the thread's first row where i / 2 is even, to the row 8 further where it is odd.
@@ -261,6 +264,8 @@ overlapped(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
         for (int i = 0; i < ScaleBlocks; ++i) held[i] = held_next[i];
         fetch(held_next, tile, chunk + 2);
       }
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(&shared.empty[last_slot]);
       if (tile + gridDim.x < tiles) {                                  // on their way while D is stored
         fetch(held, tile + gridDim.x, 0);
         fetch(held_next, tile + gridDim.x, 1);

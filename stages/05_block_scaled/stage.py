@@ -72,9 +72,16 @@ def block_scaled(a: ScaledTensor, b: ScaledTensor, out: torch.Tensor, tile: Tile
     return _launch(source, "block_scaled", a, b, out, (("1x128", "128x128"),), tile, scales=(scale_a,))
 
 
-def overlapped(a: ScaledTensor, b: ScaledTensor, out: torch.Tensor, tile: Tile = Tile(2, 128, 4), scale_a: torch.Tensor | None = None,
+L2_BYTES = 50e6  # of an H200, what one kernel can count on
+
+
+def overlapped(a: ScaledTensor, b: ScaledTensor, out: torch.Tensor, tile: Tile | None = None, scale_a: torch.Tensor | None = None,
                source: Path = FOLDER / "kernel.cu"):  # fmt: skip
-    """The same; 256 rows per tile, and the next block's scales are fetched under this block's wgmma."""
+    """The same; 256 rows per tile, and the next block's scales are fetched under this block's wgmma.
+
+    tile  None: 256 x 128; more rows of tiles are worked on together where L2 does not hold both operands
+    """
+    tile = tile or Tile(2, 128, 4 if a.data.numel() + b.data.numel() < L2_BYTES else 8)
     return _launch(source, "overlapped", a, b, out, (("1x128", "128x128"),), tile, {"ROUNDS": tile.rounds}, scales=(scale_a,))
 
 

@@ -35,8 +35,8 @@ ADVICE = {
        "touches. Both rows of the thread change their scale there.",
     2: "This round's 64 rows of A, all of B, in four steps of 32 along k. The first of the four starts from zero, in every "
        "block and every round: the sum before has been promoted, and the next block has another scale.",
-    3: "In each phase empty[slot] takes one arrival of each consumer warp, for the slot that was just multiplied. ring has "
-       "moved on already.",
+    3: "In each phase empty[slot] takes one arrival of each consumer warp, when its block has been multiplied and promoted. That "
+       "slot is last_slot; ring is at the one that wgmma reads now.",
     4: "Each sum goes to its own round's total, times the scale of its own row and of its own column, rounded once.",
 }  # fmt: skip
 

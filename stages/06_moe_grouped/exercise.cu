@@ -256,8 +256,7 @@ __device__ __forceinline__ void store_rows(const float (&total)[BlockY / 2], con
 
 extern "C" __global__ void __launch_bounds__(Threads, CtasPerSm)
 gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap map_y, const __grid_constant__ TensorMap map_d,
-     const float* __restrict__ scale_x, const float* __restrict__ scale_y, const float* __restrict__ bias,
-     const int* __restrict__ begins, const int* __restrict__ ends, Output* D, int x_rows, int y_rows, int k, int groups, int d_rows, int d_row_length,
+     const float* scale_x, const float* scale_y, const float* bias, const int* begins, const int* ends, Output* D, int x_rows, int y_rows, int k, int groups, int d_rows, int d_row_length,
      int scale_x_group_stride, int scale_x_shift, int scale_x_row_stride, int scale_x_k_stride,
      int scale_y_group_stride, int scale_y_shift, int scale_y_row_stride, int scale_y_k_stride) {
   extern __shared__ u8 raw[];

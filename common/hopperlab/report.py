@@ -114,7 +114,7 @@ def ladder_table(record: dict):
         table.caption = "time: one {m}x{n}x{k} call; ".format(**record["shape"]) + f"peak: {bench.PEAK_FP8_FLOPS / 1e12:.0f} TFLOP/s dense FP8"
     else:
         table.caption = ("time: all checks of the step on this machine, which says nothing about a GPU; " + (
-            "H200 figures: {m}x{n}x{k}, ".format(**recorded["shape"]) + _origin(recorded) if recorded else "no H200 record yet"))  # fmt: skip
+            "H200 figures: {m}x{n}x{k}, ".format(**recorded["shape"]) + origin(recorded) if recorded else "no H200 record yet"))  # fmt: skip
     return table
 
 
@@ -150,10 +150,11 @@ def _title(record: dict) -> str:
     return f"The ladder, on {record['machine'].get('name') or 'the simulator (no Hopper GPU)'}, commit {record['commit']}"
 
 
-def _origin(record: dict) -> str:
-    clock = record["telemetry"]["sm_clock_mhz"]["median"]
-    return (f"{record['machine']['name']}, driver {record['machine']['driver']}, SM clock {clock} MHz (median), "
-            f"{record['telemetry']['power_w']['max']:.0f} W (max), {record['date'][:10]}, commit {record['commit']}")  # fmt: skip
+def origin(record: dict) -> str:
+    """Card, driver, what it did during the run where that was recorded, date and commit: one line beside every published table."""
+    seen = record.get("telemetry")
+    run = f"SM clock {seen['sm_clock_mhz']['median']} MHz (median), {seen['power_w']['max']:.0f} W (max), " if seen else ""
+    return f"{record['machine']['name']}, driver {record['machine']['driver']}, {run}{record['date'][:10]}, commit {record['commit']}"
 
 
 def ladder_markdown(record: dict) -> str:
@@ -166,7 +167,7 @@ def ladder_markdown(record: dict) -> str:
     for row in record["peers"]:
         lines.append(f"| peer | {row['name']} | {row['microseconds'] / 1e3:.3f} | {row['tflops']:.1f} | {row['percent_of_peak']:.1f} | |")
     shape = "{m}×{n}×{k}".format(**record["shape"])
-    return "\n".join([*lines, "", f"*{shape}, bf16 out. {_origin(record)}. Written by `make docs` from docs/results/{LADDER}.*"])
+    return "\n".join([*lines, "", f"*{shape}, bf16 out. {origin(record)}. Written by `make docs` from docs/results/{LADDER}.*"])
 
 
 def sent_bytes(row: dict) -> int:
@@ -185,7 +186,7 @@ def parallel_markdown(record: dict | None) -> str:
         lines.append(f"| {row['name']} | {row['seconds_one_rank'] * 1e3:.3f} | {row['seconds'] * 1e3:.3f} | {row['speedup']:.2f} | "
                      f"{row['communication_seconds'] / row['seconds']:.0%} | {sent_bytes(row) / 1e6:.1f} | {bits} |")  # fmt: skip
     sizes = ", ".join(f"{name} {value}" for name, value in record["sizes"].items() if name != "rounds")
-    lines += ["", f"*{record['ranks']} GPUs, {record['collectives']}; {sizes}. {_origin(record)}. Written by `make docs` from "
+    lines += ["", f"*{record['ranks']} GPUs, {record['collectives']}; {sizes}. {origin(record)}. Written by `make docs` from "
               f"docs/results/{PARALLEL}.*"]  # fmt: skip
     if "failure" in record:
         seen = record["failure"]
@@ -273,13 +274,15 @@ def write_docs() -> list[str]:
     """Rewrite everything generated from docs/results. Returns what was written."""
     import matplotlib
 
+    from hopperlab import library_report
+
     matplotlib.use("Agg")
     root, record = stage.root(), published()
     if record is None:
         return [f"nothing to write: docs/results/{LADDER} does not exist. Run `hopperlab run --record docs/results/{LADDER}` on a Hopper GPU."]
     update_readme(root / "README.md", record)
     write_between(root / "docs" / "parallel.md", "parallel", parallel_markdown(published(PARALLEL)))
-    written = ["README.md", "docs/parallel.md"]
+    written = list(dict.fromkeys(["README.md", "docs/parallel.md", *library_report.write_docs()]))
     for name, plot in (("ladder.png", plot_ladder), ("roofline.png", plot_roofline)):
         path = root / "docs" / "plots" / name
         path.parent.mkdir(parents=True, exist_ok=True)

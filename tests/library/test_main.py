@@ -1,10 +1,11 @@
-"""python -m fp8_gemm: smoke, warmup, explain."""
+"""python -m fp8_gemm: smoke, warmup, explain, bench."""
 
 import contextlib
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,3 +125,34 @@ def test_speed_is_measured_as_the_benchmarks_measure(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     assert program._seconds(torch.device("cpu"), "reference", 128) == (1.0, 2.0)
     assert 0 < calc_diff(seen["fp8"], seen["bf16"]) < 2e-3
+
+
+# ---------------------------------------------------------------- bench
+
+
+@pytest.mark.parametrize("arguments, expected", [
+    ([], {}), (["--only", "4096x", "--rounds", "2"], {"only": "4096x", "rounds": 2}), (["--search"], {"search": True}), (["--host"], {"host": True}),
+])  # fmt: skip
+def test_bench_hands_its_options_to_the_benchmark(monkeypatch, arguments, expected):
+    from fp8_gemm import bench as library_bench
+
+    seen = {}
+    monkeypatch.setattr(library_bench, "main", lambda **options: seen.update(options))
+    assert program.main(["bench", "record.json", *arguments]) == 0
+    defaults = {"path": Path("record.json"), "search": False, "host": False, "rounds": library_bench.ROUNDS, "only": ""}
+    assert seen == defaults | expected
+
+
+def test_bench_without_a_gpu_says_what_to_do_and_writes_nothing(monkeypatch, tmp_path):
+    from fp8_gemm import bench as library_bench
+
+    monkeypatch.setattr(library_bench.capability, "has_hopper", lambda: False)
+    with pytest.raises(SystemExit, match="Hopper GPU is needed.*`make run`.*docs/performance.md"):
+        program.main(["bench", str(tmp_path / "record.json")])
+    assert not list(tmp_path.iterdir())
+
+
+def test_bench_is_named_beside_the_other_commands(capsys):
+    with pytest.raises(SystemExit):
+        program.main(["--help"])
+    assert "bench    time the library beside its peers" in capsys.readouterr().out

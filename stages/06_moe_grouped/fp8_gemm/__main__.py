@@ -1,9 +1,10 @@
-"""python -m fp8_gemm smoke | warmup | tune | explain
+"""python -m fp8_gemm smoke | warmup | tune | explain | bench
 
 smoke    is this machine set up right: versions, architecture, numbers, speed, and the fix for what is wrong; under 20 s
 warmup   compile ahead of time for a list of shapes; without a GPU for an H200, into the cache alone
 tune     time the most promising plans of a list of shapes on this GPU, and keep the fastest for later runs
 explain  what a shape would run, and why
+bench    time the library beside its peers into a record: bench RECORD.json [--only 4096x] [--search] [--host]; see bench --help
 """
 
 import argparse
@@ -188,6 +189,12 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["bench"]:  # its options are its own
+        from fp8_gemm import bench  # which needs what no other command does: hopperlab.report
+
+        bench.command_line(arguments[1:])
+        return 0
     parser = argparse.ArgumentParser("python -m fp8_gemm", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
@@ -203,6 +210,7 @@ def main(arguments: list[str] | None = None) -> int:
             command.add_argument("--recipe", nargs=2, metavar=("A", "B"), default=None, help="1x128 128x128, row row, …")
         if name == "tune":
             command.add_argument("--expected-m", type=int, help="rows of a group that count, for --kind masked; by default all M")
+    commands.add_parser("bench")  # for the usage line: handled above
     options = parser.parse_args(arguments)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if options.command == "smoke":

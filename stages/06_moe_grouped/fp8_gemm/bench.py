@@ -176,7 +176,8 @@ def processor() -> str:
 
 def main(path: Path, search: bool = False, only: str = "", host: bool = False, rounds: int = ROUNDS) -> None:
     if not capability.has_hopper():
-        sys.exit(capability.hopper().sentence())
+        sys.exit(f"{capability.hopper().sentence()} Without one nothing is timed: `make run` checks the kernels, and docs/performance.md "
+                 "shows what an H200 recorded.")  # fmt: skip
     if host:
         entry = host_entry()
         for row in entry["rows"]:
@@ -196,11 +197,15 @@ def main(path: Path, search: bool = False, only: str = "", host: bool = False, r
     print(path)
 
 
-if __name__ == "__main__":
+def command_line(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path)
     parser.add_argument("--search", action="store_true")
     parser.add_argument("--host", action="store_true")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="times that each candidate is timed; 2 are enough for a search")
     parser.add_argument("--only", default="", help="beginning of MxNxK")
-    main(**{"path" if name == "record" else name: value for name, value in vars(parser.parse_args()).items()})
+    main(**{"path" if name == "record" else name: value for name, value in vars(parser.parse_args(arguments)).items()})
+
+
+if __name__ == "__main__":
+    command_line()

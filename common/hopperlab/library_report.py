@@ -1,7 +1,7 @@
 """What the library's records say: the tables of docs/performance.md, the short one of the README, and three plots.
 
-The records are those of ``python -m fp8_gemm.bench`` (shapes, plans, host time) and of the experiment on groups. A table whose record
-does not exist says so. A *speed* is a peer's time over the library's, both from one run: above 1 the library is faster.
+The records are those of ``python -m fp8_gemm.bench`` (shapes, plans, host time) and of the experiment on groups. A table whose
+record does not exist says so. A *speed* is a peer's time over the library's, both from one run: above 1 the library is faster.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def is_heavy(entry: dict) -> bool:
 
 
 class Speed(NamedTuple):
-    """How often a peer's time holds the library's, in one case. spread: the larger one of both rows; a difference below it is noise."""
+    """A peer's time over the library's, in one case. spread: the larger one of both rows; a difference below it is noise."""
 
     where: str
     value: float
@@ -70,7 +70,8 @@ def speed(rows: dict[str, dict], peer: str, ours: str, where: str) -> list[Speed
     """One speed, or none where a row is missing: not every peer takes every shape."""
     if not {peer, ours} <= rows.keys():
         return []
-    return [Speed(where, rows[peer]["microseconds"] / rows[ours]["microseconds"], max(rows[peer]["spread"], rows[ours]["spread"]))]
+    theirs, own = rows[peer], rows[ours]
+    return [Speed(where, theirs["microseconds"] / own["microseconds"], max(theirs["spread"], own["spread"]))]
 
 
 def dense_speeds(record: dict | None, peer: str, least: int = 0, most: float = float("inf")) -> list[Speed]:
@@ -146,7 +147,8 @@ def mean(what: str, goal: float, speeds: list[Speed]) -> Target:
 
 def targets(library: dict | None, moe: dict | None, host: dict | None) -> list[Target]:
     """The targets that these records decide."""
-    heavy = [(by_name(entry)[OURS]["percent_of_bandwidth"], shape_name(**entry["shape"])) for entry in entries(library) if is_heavy(entry)]
+    heavy = [(by_name(entry)[OURS]["percent_of_bandwidth"], shape_name(**entry["shape"])) for entry in entries(library)
+             if is_heavy(entry)]  # fmt: skip
     decode, where = min(heavy, default=(None, "-"))
     call = {row["name"]: row["microseconds"] for row in (host or {"rows": []})["rows"]}.get("gemm, out given")
     unpadded, masked = grouped_speeds(moe, "contiguous", "unpadded"), grouped_speeds(moe, "masked", "masked")
@@ -157,7 +159,8 @@ def targets(library: dict | None, moe: dict | None, host: dict | None) -> list[T
         mean(f"against DeepGEMM, M ≤ {FEW}", 1.3, dense_speeds(library, "deep_gemm", most=FEW)),
         each("against cuBLAS block", 1.05, dense_speeds(library, "cublas block")),
         mean(f"against cuBLAS tensor, M = {MANY} and cubes", 0.96, dense_speeds(library, "cublas tensor", MANY)),
-        Target(f"share of the reading ceiling, M ≤ {FEW}, weights of {HEAVY_BYTES / 1e6:.0f} MB and more, each", HEAVY_PERCENT, decode, where, "%"),
+        Target(f"share of the reading ceiling, M ≤ {FEW}, weights of {HEAVY_BYTES / 1e6:.0f} MB and more, each", HEAVY_PERCENT,
+               decode, where, "%"),
         each("against DeepGEMM, contiguous groups", 1.0, unpadded),
         mean("against DeepGEMM, contiguous groups", 1.03, unpadded),
         each("unpadded groups against padded ones", 1.0, padding),
@@ -187,7 +190,13 @@ def time_of(rows: dict[str, dict], name: str) -> str:
 
 
 def ratio_of(rows: dict[str, dict], peer: str, ours: str) -> str:
-    return "".join(f"{found.value:.3f}" for found in speed(rows, peer, ours, "")) or "-"
+    return "".join(towards_a_miss(found.value, 3) for found in speed(rows, peer, ours, "")) or "-"
+
+
+def without_figure(missing: dict[str, str]) -> list[str]:
+    """Why a peer has no figure somewhere: name -> reason, one reason for each."""
+    reasons = "; ".join(f"{name}, `{reason}`" for name, reason in missing.items())
+    return ["", f"Where a peer has no figure: {reasons}"] if missing else []
 
 
 def rate(tflops: float) -> str:
@@ -196,8 +205,10 @@ def rate(tflops: float) -> str:
 
 def short(plan: str) -> str:
     """A plan without what it predicts and what is the same everywhere."""
-    cut = plan.partition("; predicted")[0].replace("tiles of ", "").replace("A and B swapped", "swapped").replace("pipeline stages", "stages")
-    return re.sub(r" on \d+ SMs$", "", cut).replace(" x ", "×")
+    cut = re.sub(r" on \d+ SMs$", "", plan.partition("; predicted")[0])
+    for long, brief in (("tiles of ", ""), ("A and B swapped", "swapped"), ("pipeline stages", "stages"), (" x ", "×")):
+        cut = cut.replace(long, brief)
+    return cut
 
 
 def targets_markdown(library: dict | None, moe: dict | None, host: dict | None) -> str:
@@ -216,16 +227,17 @@ def dense_markdown(record: dict | None) -> str:
     for entry in entries(record):
         found = by_name(entry)
         ours = found[OURS]
+        ratios = [ratio_of(found, peer, OURS) for peer in PEERS]
         rows.append((*entry["shape"].values(), time_of(found, OURS), time_of(found, FROM_BF16), rate(ours["tflops"]),
-                     f"{ours['gbytes_per_s']:.0f}", *(ratio_of(found, peer, OURS) for peer in PEERS), short(entry["plan"])))  # fmt: skip
-    header = f"M | N | K | µs | µs, A quantised too | TFLOP/s | GB/s | {' | '.join(f'× {peer}' for peer in PEERS.values())} | plan"
+                     f"{ours['gbytes_per_s']:.0f}", *ratios, short(entry["plan"])))  # fmt: skip
+    against = " | ".join(f"× {peer}" for peer in PEERS.values())
+    header = f"M | N | K | µs | µs, A quantised too | TFLOP/s | GB/s | {against} | plan"
     error = max(by_name(entry)[OURS]["max_rel_error"] for entry in entries(record))
     spread = statistics.median(by_name(entry)[OURS]["spread"] for entry in entries(record))
     checked = f"Largest error of any shape: {error:.1e} of its largest output. Spread of the rounds: {spread:.1%} (median). "
-    missing = sorted({f"{PEERS[name]}: {reason}" for entry in entries(record) for name, reason in entry["missing"].items()})
-    unlisted = ["", "Where a peer has no figure: " + "; ".join(f"`{reason}`" for reason in missing)] if missing else []
+    missing = {name: reason for entry in entries(record) for name, reason in entry["missing"].items()}
     images = [f"![Speed beside DeepGEMM](plots/{SPEED_PLOT})", "", f"![Roofline](plots/{ROOFLINE_PLOT})", ""]
-    return "\n".join([*images, *table(header, rows, texts=1), *unlisted, *written_from(record, LIBRARY, checked)])
+    return "\n".join([*images, *table(header, rows, texts=1), *without_figure(missing), *written_from(record, LIBRARY, checked)])
 
 
 def decode_markdown(record: dict | None) -> str:
@@ -250,20 +262,28 @@ def moe_markdown(record: dict | None) -> str:
     rows = [(d["groups"], d["tokens"], d["n"], d["k"], time_of(r, "unpadded"), time_of(r, "padded"), time_of(r, "deep_gemm"),
              rate(r["unpadded"]["tflops"]), ratio_of(r, "padded", "unpadded"), ratio_of(r, "deep_gemm", "unpadded"))
             for d, r in cases(record, "contiguous")]  # fmt: skip
-    lines += table("groups | tokens of each | N | K | unpadded, µs | padded, µs | DeepGEMM, padded, µs | TFLOP/s | × own padded | × DeepGEMM", rows)
+    lines += table("groups | tokens of each | N | K | unpadded, µs | padded, µs | DeepGEMM, padded, µs | TFLOP/s | "
+                   "× own padded | × DeepGEMM", rows)  # fmt: skip
     lines += ["", "**Masked groups**", ""]
     rows = [(d["groups"], d["tokens"], d["n"], d["k"], time_of(r, "masked"), time_of(r, "deep_gemm"), rate(r["masked"]["tflops"]),
-             f"{r['masked']['gbytes_per_s']:.0f}", ratio_of(r, "deep_gemm", "masked")) for d, r in cases(record, "masked")]  # fmt: skip
+             f"{r['masked']['gbytes_per_s']:.0f}", ratio_of(r, "deep_gemm", "masked"))
+            for d, r in cases(record, "masked")]  # fmt: skip
     lines += table("groups | tokens of each | N | K | µs | DeepGEMM, µs | TFLOP/s | GB/s | × DeepGEMM", rows)
     lines += ["", "**Skewed routing**", ""]
     even, rows = {}, []
     for d, r in cases(record, "skew"):
         ours = "unpadded" if d["layout"] == "contiguous" else "masked"
-        time = even.setdefault(d["layout"], r[ours]["microseconds"]) if d["routing"] == "uniform" else even.get(d["layout"])
-        rows.append((r[ours]["rows"], r[ours].get("rows_padded", "-"), time_of(r, ours), f"{r[ours]['microseconds'] / time:.2f}" if time else "-",
-                     ratio_of(r, "padded", ours), ratio_of(r, "deep_gemm", ours), d["layout"], d["routing"]))  # fmt: skip
+        if d["routing"] == "uniform":
+            even[d["layout"]] = r[ours]["microseconds"]
+        slower = f"{r[ours]['microseconds'] / even[d['layout']]:.2f}" if d["layout"] in even else "-"
+        rows.append((r[ours]["rows"], r[ours].get("rows_padded", "-"), time_of(r, ours), slower, ratio_of(r, "padded", ours),
+                     ratio_of(r, "deep_gemm", ours), d["layout"], d["routing"]))  # fmt: skip
     lines += table("rows | padded rows | µs | time of uniform | × own padded | × DeepGEMM | layout | routing", rows, texts=2)
-    return "\n".join([*lines, *written_from(record, MOE)])
+    lines += without_figure(record["missing"])
+    bits = [same for part in ("contiguous", "masked", "skew") for _, found in cases(record, part)
+            for name, same in next(iter(found.values())).items() if name.startswith("same_bits")]  # fmt: skip
+    checked = f"Bits of the library's first rows are those of the model of the hardware in {sum(bits)} of {len(bits)} outputs. "
+    return "\n".join([*lines, *written_from(record, MOE, checked)])
 
 
 def host_markdown(record: dict | None) -> str:
@@ -271,7 +291,8 @@ def host_markdown(record: dict | None) -> str:
     if record is None:
         return MISSING
     rows = [(f"{row['microseconds']:.1f}", f"{min(row['rounds_us']):.1f}", f"{row['name']}") for row in record["rows"]]
-    setting = f"{shape_name(**record['shape'])}, {record['processor']}, Python {record['versions']['python']}, torch {record['versions']['torch']}. "
+    versions = f"Python {record['versions']['python']}, torch {record['versions']['torch']}"
+    setting = f"{shape_name(**record['shape'])}, {record['processor']}, {versions}. "
     return "\n".join([*table("µs (median) | fastest round | call", rows, texts=1), *written_from(record, HOST, setting)])
 
 
@@ -283,11 +304,12 @@ def search_markdown(record: dict | None) -> str:
     for entry in entries(record):
         chosen, best = entry["rows"][0], min(entry["rows"], key=lambda row: row["microseconds"])
         losses.append(chosen["microseconds"] / best["microseconds"])
-        rows.append((*entry["shape"].values(), f"{chosen['microseconds']:.1f}", f"{best['microseconds']:.1f}", f"{losses[-1] - 1:.1%}",
-                     f"{max(chosen['spread'], best['spread']):.1%}", short(entry["plan"]),
+        rows.append((*entry["shape"].values(), f"{chosen['microseconds']:.1f}", f"{best['microseconds']:.1f}",
+                     f"{losses[-1] - 1:.1%}", f"{max(chosen['spread'], best['spread']):.1%}", short(entry["plan"]),
                      "the same" if best is chosen else short(best["name"])))  # fmt: skip
-    summary = (f"The planner's choice takes {statistics.geometric_mean(losses) - 1:.1%} longer than the fastest plan (geometric mean of "
-               f"{len(losses)} shapes), at worst {max(losses) - 1:.1%}.")  # fmt: skip
+    average = statistics.geometric_mean(losses) - 1
+    summary = (f"The planner's choice takes {average:.1%} longer than the fastest plan (geometric mean of {len(losses)} shapes), "
+               f"at worst {max(losses) - 1:.1%}.")  # fmt: skip
     header = "M | N | K | planner's, µs | fastest, µs | loss | spread | planner's | fastest"
     return "\n".join([summary, "", *table(header, rows, texts=2), *written_from(record, SEARCH)])
 
@@ -300,12 +322,13 @@ def readme_markdown(library: dict | None, moe: dict | None) -> str:
     lines = [f"| speed of the library against | M ≤ {FEW} | M = {MANY} | slowest of all shapes |", "| --- | ---: | ---: | ---: |"]
     for peer, shown in PEERS.items():
         slowest = sorted(dense_speeds(library, peer), key=lambda found: found.value)[:1]
-        lines.append(f"| {shown} | {figure(dense_speeds(library, peer, most=FEW))} | {figure(dense_speeds(library, peer, MANY, MANY))} | "
-                     f"{figure(slowest)} |")  # fmt: skip
+        chosen = (dense_speeds(library, peer, most=FEW), dense_speeds(library, peer, MANY, MANY), slowest)
+        lines.append(" | ".join([f"| {shown}", *map(figure, chosen)]) + " |")
     groups = [(kind, grouped_speeds(moe, kind, ours)) for kind, ours in (("contiguous", "unpadded"), ("masked", "masked"))]
     means = " and ".join(f"{figure(speeds)} with {kind} groups" for kind, speeds in groups if speeds)
-    return "\n".join([*lines, *(["", f"Against DeepGEMM {means}."] if means else []),
-                      *written_from(library, LIBRARY, f"Geometric means of time over the library's time, {len(entries(library))} shapes. ")])  # fmt: skip
+    lines += ["", f"Against DeepGEMM {means}."] if means else []
+    meaning = f"Geometric means of peer's time over the library's, {len(entries(library))} shapes. "
+    return "\n".join([*lines, *written_from(library, LIBRARY, meaning)])
 
 
 # ---- plots ----------------------------------------------------------------------------------------------------------
@@ -317,11 +340,12 @@ def plot_speed(record: dict):
     """Speed against DeepGEMM, a bar for each shape and a panel for each M; where cuBLAS stands, as marks. Returns the figure."""
     import matplotlib.pyplot as plt
 
-    panels = [(m, list(found)) for m, found in itertools.groupby(entries(record), key=lambda entry: min(entry["shape"]["m"], MANY))]
+    panel = lambda entry: min(entry["shape"]["m"], MANY)  # noqa: E731
+    panels = [(m, list(found)) for m, found in itertools.groupby(entries(record), key=panel)]
     lines, columns = -(-len(panels) // 3), min(3, len(panels))
     tallest = max(len(found) for _, found in panels)
-    figure, grid = plt.subplots(lines, columns, figsize=(4.4 * columns, lines * (0.27 * tallest + 0.9) + 0.7), sharex=True, squeeze=False,
-                                layout="constrained")  # fmt: skip
+    figure, grid = plt.subplots(lines, columns, figsize=(4.4 * columns, lines * (0.27 * tallest + 0.9) + 0.7), sharex=True,
+                                squeeze=False, layout="constrained")  # fmt: skip
     for axes, (m, found) in zip(grid.flat, panels):
         for place, entry in enumerate(found):
             rows = by_name(entry)
@@ -331,7 +355,8 @@ def plot_speed(record: dict):
             for peer, mark in (("cublas block", "|"), ("cublas tensor", "D")):
                 for other in speed(rows, "deep_gemm", peer, ""):
                     axes.plot(other.value, place, mark, color="black", markersize=4 if mark == "D" else 9, markeredgewidth=1.5)
-        names = [shape_name(**s) if s["m"] == s["n"] == s["k"] else f"{s['n']}×{s['k']}" for s in (entry["shape"] for entry in found)]
+        sizes = [tuple(entry["shape"].values()) for entry in found]
+        names = [shape_name(*size) if len(set(size)) == 1 else f"{size[1]}×{size[2]}" for size in sizes]
         axes.set(yticks=range(len(found)), title=f"M = {m}" if found[-1]["shape"]["m"] == m else f"M ≥ {m}")
         axes.set_yticklabels(names, fontsize=8)
         axes.invert_yaxis()
@@ -343,8 +368,8 @@ def plot_speed(record: dict):
     handles = [plt.Rectangle((0, 0), 1, 1, color=FASTER), plt.Rectangle((0, 0), 1, 1, color=SLOWER),
                plt.Line2D([], [], marker="|", color="black", linestyle="", markersize=9, markeredgewidth=1.5),
                plt.Line2D([], [], marker="D", color="black", linestyle="", markersize=4)]  # fmt: skip
-    figure.legend(handles, ["library, faster than DeepGEMM", "library, slower", "cuBLAS, same block scales", "cuBLAS, one scale per tensor"],
-                  loc="outside lower center", ncols=min(4, 2 * columns), frameon=False)  # fmt: skip
+    meanings = ["library, faster than DeepGEMM", "library, slower", "cuBLAS, same block scales", "cuBLAS, one scale per tensor"]
+    figure.legend(handles, meanings, loc="outside lower center", ncols=min(4, 2 * columns), frameon=False)
     figure.suptitle("Speed, DeepGEMM = 1.00; N×K, one H200")
     return figure
 
@@ -356,29 +381,36 @@ def plot_roofline(record: dict):
 
     figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
     intensity = np.logspace(0, 4, 200)
-    axes.plot(intensity, np.minimum(intensity * bench.READ_BYTES_PER_S, bench.PEAK_FP8_FLOPS) / 1e12, color="black", linewidth=1.2)
-    axes.text(9e3, bench.PEAK_FP8_FLOPS / 1e12 * 1.08, f"FP8 tensor cores: {bench.PEAK_FP8_FLOPS / 1e12:.0f} TFLOP/s", ha="right", fontsize=9)
-    axes.text(1.15, 7.2, f"HBM: {bench.READ_BYTES_PER_S / 1e12:.2f} TB/s", fontsize=9, rotation=37)
+    peak, reading = bench.PEAK_FP8_FLOPS / 1e12, bench.READ_BYTES_PER_S / 1e12
+    axes.plot(intensity, np.minimum(intensity * reading, peak), color="black", linewidth=1.2)
+    axes.text(9e3, peak * 1.08, f"FP8 tensor cores: {peak:.0f} TFLOP/s", ha="right", fontsize=9)
+    axes.text(1.15, 7.2, f"HBM: {reading:.2f} TB/s", fontsize=9, rotation=37)
     sizes = sorted({entry["shape"]["m"] for entry in entries(record)})
     colors = dict(zip(sizes, plt.get_cmap("viridis")(np.linspace(0, 0.92, len(sizes)))))
+    hollow = {"markersize": 6, "markerfacecolor": "none", "markeredgecolor": report.COLORS["peer"]}
     for entry in entries(record):
         m, n, k = entry["shape"].values()
         rows, of_byte = by_name(entry), 2 * m * n * k / ((m + n) * k + 2 * m * n)
         if "deep_gemm" in rows:
-            axes.plot(of_byte, rows["deep_gemm"]["tflops"], "o", markersize=6, markerfacecolor="none", markeredgecolor=report.COLORS["peer"])
+            axes.plot(of_byte, rows["deep_gemm"]["tflops"], "o", **hollow)
         axes.plot(of_byte, rows[OURS]["tflops"], "o", markersize=4, color=colors[m])
     handles = [plt.Line2D([], [], marker="o", markersize=5, linestyle="", color=color) for color in colors.values()]
-    handles.append(plt.Line2D([], [], marker="o", linestyle="", markerfacecolor="none", markeredgecolor=report.COLORS["peer"]))
+    handles.append(plt.Line2D([], [], marker="o", linestyle="", **hollow))
     axes.legend(handles, [f"M = {m}" for m in sizes] + ["DeepGEMM"], fontsize=8, frameon=False, ncols=2, loc="lower right")
-    axes.set(xscale="log", yscale="log", xlim=(1, 1e4), ylim=(0.8, 4e3), xlabel="FLOP per byte, each operand moved once", ylabel="TFLOP/s",
-             title="The library on the roofline of an H200")  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlim=(1, 1e4), ylim=(0.8, 4e3), xlabel="FLOP per byte, each operand moved once",
+             ylabel="TFLOP/s", title="The library on the roofline of an H200")  # fmt: skip
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
 def plot_reading(record: dict):
-    """Share of the reading ceiling while decoding: M against per cent, a line for each weight, heavy ones drawn thick. Returns the figure."""
+    """Share of the reading ceiling with few tokens: a line over M for each weight, heavy ones thick. Returns the figure."""
     import matplotlib.pyplot as plt
+
+    def shares(found, name):
+        """M of the shapes that have such a row, and its per cent of the ceiling."""
+        rows = [by_name(entry)[name] for entry in found if name in by_name(entry)]
+        return [row["m"] for row in rows], [row["percent_of_bandwidth"] for row in rows]
 
     few = [entry for entry in entries(record) if entry["shape"]["m"] <= FEW]
     weights = sorted({(e["shape"]["n"], e["shape"]["k"]) for e in few}, key=lambda size: -size[0] * size[1])
@@ -387,11 +419,11 @@ def plot_reading(record: dict):
     for place, (n, k) in enumerate(weights):
         found = [entry for entry in few if (entry["shape"]["n"], entry["shape"]["k"]) == (n, k)]
         heavy = n * k >= HEAVY_BYTES
-        line = lambda name: zip(*((e["shape"]["m"], by_name(e)[name]["percent_of_bandwidth"]) for e in found if name in by_name(e)))  # noqa: E731, B023
-        axes.plot(*line(OURS), "o-", linewidth=3 if heavy else 1.2, markersize=6 if heavy else 3, color=colors[place % 10],
-                  label=f"{n}×{k}, {n * k / 1e6:.1f} MB")  # fmt: skip
+        axes.plot(*shares(found, OURS), "o-", linewidth=3 if heavy else 1.2, markersize=6 if heavy else 3,
+                  color=colors[place % 10], label=f"{n}×{k}, {n * k / 1e6:.1f} MB")  # fmt: skip
         if heavy and any("deep_gemm" in by_name(entry) for entry in found):
-            axes.plot(*line("deep_gemm"), "o--", linewidth=1.2, markersize=3, color=colors[place % 10], label=f"{n}×{k}, DeepGEMM")
+            axes.plot(*shares(found, "deep_gemm"), "o--", linewidth=1.2, markersize=3, color=colors[place % 10],
+                      label=f"{n}×{k}, DeepGEMM")  # fmt: skip
     axes.axhline(HEAVY_PERCENT, color="black", linewidth=1, linestyle="--", label=f"goal from {HEAVY_BYTES / 1e6:.0f} MB on")
     sizes = sorted({entry["shape"]["m"] for entry in few})
     axes.set(xscale="log", xticks=sizes, ylim=(0, 105), xlabel="M, rows of A", title="Decoding: bytes of all operands over time",
@@ -412,8 +444,9 @@ PLOTS = {SPEED_PLOT: plot_speed, ROOFLINE_PLOT: plot_roofline, READING_PLOT: plo
 def generated() -> dict[tuple[str, str], str]:
     """All that is written from the records: (file, mark) -> text."""
     library, moe, host, search = (report.published(name) for name in (LIBRARY, MOE, HOST, SEARCH))
-    parts = {"targets": targets_markdown(library, moe, host), "dense": dense_markdown(library), "decode": decode_markdown(library),
-             "moe": moe_markdown(moe), "host": host_markdown(host), "search": search_markdown(search)}  # fmt: skip
+    parts = {"targets": targets_markdown(library, moe, host), "dense": dense_markdown(library),
+             "decode": decode_markdown(library), "moe": moe_markdown(moe), "host": host_markdown(host),
+             "search": search_markdown(search)}  # fmt: skip
     return {("README.md", "library"): readme_markdown(library, moe)} | {(str(PAGE), mark): text for mark, text in parts.items()}
 
 

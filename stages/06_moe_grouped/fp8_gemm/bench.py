@@ -176,8 +176,8 @@ def processor() -> str:
 
 def main(path: Path, search: bool = False, only: str = "", host: bool = False, rounds: int = ROUNDS) -> None:
     if not capability.has_hopper():
-        sys.exit(f"{capability.hopper().sentence()} Without one nothing is timed: `make run` checks the kernels, and docs/performance.md "
-                 "shows what an H200 recorded.")  # fmt: skip
+        sys.exit(f"{capability.hopper().sentence()} Without one nothing is timed: `make run` checks the kernels, and "
+                 "docs/performance.md shows what an H200 recorded.")  # fmt: skip
     if host:
         entry = host_entry()
         for row in entry["rows"]:

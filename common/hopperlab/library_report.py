@@ -195,7 +195,8 @@ def ratio_of(rows: dict[str, dict], peer: str, ours: str) -> str:
 
 def without_figure(missing: dict[str, str]) -> list[str]:
     """Why a peer has no figure somewhere: name -> reason, one reason for each."""
-    reasons = "; ".join(f"{name}, `{reason}`" for name, reason in missing.items())
+    # Up to where torch begins to quote the call that failed.
+    reasons = "; ".join(f"{name}, `{reason.partition(' when calling')[0]}`" for name, reason in missing.items())
     return ["", f"Where a peer has no figure: {reasons}"] if missing else []
 
 

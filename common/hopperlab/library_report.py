@@ -175,6 +175,9 @@ def targets(library: dict | None, moe: dict | None, host: dict | None) -> list[T
 
 def table(header: str, rows: Iterable[Iterable], texts: int = 0) -> list[str]:
     """Markdown lines: ``header`` holds the names, separated by |. Columns are numbers, but for the last ``texts``."""
+    rows = list(rows)
+    if not rows:
+        return [MISSING]
     names = header.split("|")
     rule = ["---:"] * (len(names) - texts) + ["---"] * texts
     line = lambda cells: "| " + " | ".join(map(str, cells)) + " |"  # noqa: E731

@@ -176,9 +176,9 @@ struct Scales {
   __device__ const float* of_group(int group) const { return scale + (long long)group * group_stride; }
 };
 
-// One warp copies scales of every slot's block of k into shared memory, from whatever layout they have: those of Count rows of X or Y
-// from row `first` of the tile on, or of blocks of 128 rows. The copies are asynchronous and arrive at the slot's barrier themselves, so that as many blocks are on
-// their way as the ring has slots. Rows beyond the end are not read and get zero.
+// One warp copies scales of every slot's block of k into shared memory, from whatever layout they have: those of Count rows of X or
+// Y from row `first` of the tile on, or of blocks of 128 rows. The copies are asynchronous and arrive at the slot's barrier
+// themselves, so that as many blocks are on their way as the ring has slots. Rows beyond the end are not read and get zero.
 template <bool OfX, int Count>
 __device__ __forceinline__ void supply_scales(Shared& shared, const Arguments& problem, const Scales& scales, int first) {
   constexpr int Step = OfX || VectorY ? 1 : 128;
@@ -188,14 +188,17 @@ __device__ __forceinline__ void supply_scales(Shared& shared, const Arguments& p
   Scheduler scheduler{problem};
   while (scheduler.next(tile)) {
     const float* scale = scales.of_group(map_group(tile, OfX != Swapped)) + (long long)tile.k_block * scales.k_stride;
-    const int row_end = OfX ? tile.x_end : tile.y_end, row = (OfX ? tile.x + first : VectorY ? tile.y : tile.y / 128 * 128) + lane * Step;
+    const int row_end = OfX ? tile.x_end : tile.y_end;
+    const int row = (OfX ? tile.x + first : VectorY ? tile.y : tile.y / 128 * 128) + lane * Step;
 #pragma unroll 1
     for (int k_block = tile.k_block; k_block < tile.k_end; ++k_block, ring.advance()) {
       float* slot = OfX ? &shared.scale_x[ring.slot][first] : shared.scale_y[ring.slot];
       mbarrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
 #pragma unroll
-      for (int i = 0; i < Count; i += 32)
-        if (Count % 32 == 0 || i + lane < Count) copy_async(&slot[i + lane], scale + ((row + i * Step) >> scales.shift) * scales.row_stride, row + i * Step < row_end);
+      for (int i = 0; i < Count; i += 32) {
+        const int r = row + i * Step;
+        if (Count % 32 == 0 || i + lane < Count) copy_async(&slot[i + lane], scale + (r >> scales.shift) * scales.row_stride, r < row_end);
+      }
       copy_async_arrive(&shared.full[ring.slot]);
       scale += scales.k_stride;
     }
@@ -218,7 +221,8 @@ struct Destination {
 };
 
 // A warp stores 16 rows of the tile from row x on. total: what a wgmma leaves in a thread's registers; inlined, it stays there.
-__device__ __forceinline__ void store_rows(const float (&total)[BlockY / 2], const TensorMap& map_d, const Destination& to, u8* panel, const Tile& tile, int x) {
+__device__ __forceinline__ void store_rows(const float (&total)[BlockY / 2], const TensorMap& map_d, const Destination& to, u8* panel,
+                                           const Tile& tile, int x) {
   const int lane = threadIdx.x % 32;
   if constexpr (StoreByTma) {
     // TMA clips at the end of D; where D goes on after the tile's last row, it must not be used for the rows around that end.
@@ -247,7 +251,8 @@ __device__ __forceinline__ void store_rows(const float (&total)[BlockY / 2], con
           } else {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-              *reinterpret_cast<float2*>(place(lane / 4 + i % 2 * 8, (n + i / 2 * 8 + lane % 4 * 2) * 4)) = make_float2(v[2 * i], v[2 * i + 1]);
+              *reinterpret_cast<float2*>(place(lane / 4 + i % 2 * 8, (n + i / 2 * 8 + lane % 4 * 2) * 4)) =
+                  make_float2(v[2 * i], v[2 * i + 1]);
           }
         }
         fence_proxy_async_shared();                                    // the stores above become visible to TMA
@@ -264,12 +269,14 @@ __device__ __forceinline__ void store_rows(const float (&total)[BlockY / 2], con
     }
   }
 #pragma unroll
-  for (int i = 0; i < BlockY / 2; ++i) to.store_one(tile, x + lane / 4 + i / 2 % 2 * 8, tile.y + i / 4 * 8 + lane % 4 * 2 + i % 2, total[i]);
+  for (int i = 0; i < BlockY / 2; ++i)
+    to.store_one(tile, x + lane / 4 + i / 2 % 2 * 8, tile.y + i / 4 * 8 + lane % 4 * 2 + i % 2, total[i]);
 }
 
 extern "C" __global__ void __launch_bounds__(Threads, CtasPerSm)
 gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap map_y, const __grid_constant__ TensorMap map_d,
-     const float* scale_x, const float* scale_y, const float* bias, const int* begins, const int* ends, Output* D, int x_rows, int y_rows, int k, int groups, int d_rows, int d_row_length,
+     const float* scale_x, const float* scale_y, const float* bias, const int* begins, const int* ends,
+     Output* D, int x_rows, int y_rows, int k, int groups, int d_rows, int d_row_length,
      int scale_x_group_stride, int scale_x_shift, int scale_x_row_stride, int scale_x_k_stride,
      int scale_y_group_stride, int scale_y_shift, int scale_y_row_stride, int scale_y_k_stride) {
   extern __shared__ u8 raw[];
@@ -328,7 +335,8 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
     registers_increase<ConsumerRegisters>();
     const int consumer = warpgroup - 1;
     const int my_row = consumer * Rounds * 64 + warp * 16 + lane / 4;    // of the tile; the thread's other row is 8 further
-    const u64 x_first = matrix_descriptor(shared_address(shared.x[0]) + consumer * Rounds * 64 * BlockK, Swizzle::Bytes128, 8 * BlockK);
+    const u32 my_x = shared_address(shared.x[0]) + consumer * Rounds * 64 * BlockK;
+    const u64 x_first = matrix_descriptor(my_x, Swizzle::Bytes128, 8 * BlockK);
     const u64 y_first = matrix_descriptor(shared_address(shared.y[0]), Swizzle::Bytes128, 8 * BlockK);
     const Destination to = {D, bias, d_rows, d_row_length};
     Ring ring;
@@ -355,7 +363,7 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
               if constexpr (!VectorY) scale[round][half][i] *= shared.scale_y[slot][i];
             }
 #pragma unroll
-        for (int round = 0; round < Rounds; ++round) wgmma_hold(scale[round][0]), wgmma_hold(scale[round][1]);  // done beside wgmma
+        for (int round = 0; round < Rounds; ++round) wgmma_hold(scale[round][0]), wgmma_hold(scale[round][1]);  // beside wgmma
       };
       // What register i of a round is multiplied by.
       auto factor_of = [&](int round, int i, int slot) {
@@ -455,12 +463,13 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
 #pragma unroll
           for (int i = 0; i < Values; i += 4) {
             const float* four = &total[i / (BlockY / 2)][i % (BlockY / 2)];
-            store_async(&parts[((tile.split - 1) * Values + i) / 4 * Stride], &shared.parts_full[consumer], 0, make_float4(four[0], four[1], four[2], four[3]));
+            float4* there = &parts[((tile.split - 1) * Values + i) / 4 * Stride];
+            store_async(there, &shared.parts_full[consumer], 0, make_float4(four[0], four[1], four[2], four[3]));
           }
           continue;
         }
         mbarrier_wait_cluster(&shared.parts_full[consumer], 0);
-        // Fours of registers of all threads side by side: register i of split s is in left[((s - 1) * Values + i) / 4 * 4 * Stride + i % 4].
+        // Fours of registers of all threads side by side: register i of split s is at ((s - 1) * Values + i) / 4 * 4 * Stride + i % 4.
         const float* left = reinterpret_cast<const float*>(parts);
 #pragma unroll
         for (int i = 0; i < Values; ++i) {
@@ -478,7 +487,8 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
 #pragma unroll
             for (int i = 0; i < BlockY / 2; ++i) {
               const int x = tile.x + my_row + 64 * round + i / 2 % 2 * 8, y = tile.y + i / 4 * 8 + lane % 4 * 2 + i % 2;
-              if (x < tile.x_end && y < tile.y_end) total[round][i] *= scale_x[(x >> of_x.shift) * of_x.row_stride] * scale_y[(y >> of_y.shift) * of_y.row_stride];
+              if (x < tile.x_end && y < tile.y_end)
+                total[round][i] *= scale_x[(x >> of_x.shift) * of_x.row_stride] * scale_y[(y >> of_y.shift) * of_y.row_stride];
             }
         }
       }

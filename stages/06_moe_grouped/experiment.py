@@ -34,6 +34,7 @@ class Sizes:
         (4, 8192, 4096, 7168), (4, 8192, 7168, 2048), (8, 4096, 4096, 7168), (8, 4096, 7168, 2048),
         (32, 256, 4096, 7168), (32, 256, 7168, 2048),
     )  # fmt: skip
+    uneven: tuple[tuple[int, int, int, int], ...] = ((8, 4096, 4096, 7168), (32, 256, 7168, 2048))  # tokens of each on average
     masked: tuple[tuple[int, int, int, int], ...] = tuple(
         (groups, tokens, n, k)
         for groups, tokens in ((1, 1024), (2, 512), (4, 256), (16, 64), (32, 16), (64, 4))
@@ -48,7 +49,7 @@ class Sizes:
     timed: bool = True
 
 
-SMALL = Sizes(contiguous=((2, 5, 40, 130),), masked=((3, 4, 40, 128),), dense=((3, 40, 256),), routed=(6, 2, 16, 40, 128),
+SMALL = Sizes(contiguous=((2, 5, 40, 130),), uneven=((3, 9, 40, 128),), masked=((3, 4, 40, 128),), dense=((3, 40, 256),), routed=(6, 2, 16, 40, 128),
               timed=False)  # fmt: skip
 
 
@@ -71,6 +72,12 @@ def routing(kind: str, tokens: int, top_k: int, experts: int, seed: int = 0) -> 
 
 def counts_of(ids: torch.Tensor, experts: int) -> list[int]:
     return torch.bincount(ids.flatten(), minlength=experts).tolist()
+
+
+def uneven(groups: int, tokens: int) -> list[int]:
+    """Sizes around ``tokens`` by up to an eighth, none of which needs to be a multiple of anything."""
+    spread = max(1, tokens // 8)
+    return [tokens + group * 397 % (2 * spread + 1) - spread for group in range(groups)]
 
 
 def padded(counts: list[int]) -> list[int]:
@@ -244,6 +251,9 @@ def record_of(sizes: Sizes, device: torch.device, keep=lambda record: None) -> d
     with telemetry.Recorder() if sizes.timed else contextlib.nullcontext() as recorder:
         for groups, tokens, n, k in sizes.contiguous:
             add("contiguous", contiguous(sizes, device, [tokens] * groups, n, k, pad=True, tokens=tokens))
+        for groups, tokens, n, k in sizes.uneven:
+            counts = uneven(groups, tokens)
+            add("contiguous", contiguous(sizes, device, counts, n, k, pad=True, tokens=f"{min(counts)} to {max(counts)}"))
         for groups, tokens, n, k in sizes.masked:
             add("masked", masked(sizes, device, [tokens] * groups, sizes.masked_room * tokens, n, k, tokens=tokens))
         for shape in sizes.dense:

@@ -79,13 +79,17 @@ class Kernel:
 
     def __init__(self, path: str | Path, entry: str, constants: dict[str, object] | None = None):
         self.path, self.entry, self.constants = Path(path), entry, dict(constants or {})
+        self._compiled = None
 
     def __repr__(self):
         return f"Kernel({self.path.name}, {self.entry}, {self.constants})"
 
-    @functools.cached_property
+    @property
     def compiled(self) -> compiler.Compiled:
-        return compiler.compile_file(self.path, self.constants)
+        # Not a cached_property: before Python 3.12 that holds one lock for all kernels, and two could not be compiled at a time.
+        if self._compiled is None:
+            self._compiled = compiler.compile_file(self.path, self.constants)
+        return self._compiled
 
     @property
     def resources(self) -> compiler.Resources:

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
-from helpers import random
+from helpers import calc_diff, random
 
-from fp8_gemm import gemm, grouped_gemm, k_grouped_gemm, masked_gemm, quantize, quantize_grouped, quantize_k_grouped, warmup
+from fp8_gemm import (
+    gemm, grouped_gemm, k_grouped_gemm, kernels, masked_gemm, quantize, quantize_grouped, quantize_k_grouped, warmup,
+)  # fmt: skip
+from fp8_gemm.kernels import ahead
 from hopperlab import capability
 from hopperlab import compile as compiler
 
@@ -58,6 +61,20 @@ def test_after_warmup_a_call_of_plain_tensors_compiles_nothing(monkeypatch):
     monkeypatch.setattr(compiler, "compile_source", lambda *arguments: pytest.fail("compiled"))
     x, w = (random(rows, 1024, seed=rows, device="cuda", dtype=BF16) for rows in (64, 512))
     assert torch.isfinite(gemm(x, w)).all()
+
+
+def test_behind_a_first_call_kernels_for_every_m_are_compiled(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOPPERLAB_CACHE", str(tmp_path))
+    monkeypatch.setenv(ahead.VARIABLE, "1")
+    monkeypatch.setattr(ahead, "_begun", {})
+    kernels.kernel.cache_clear()
+    x, w = random(5000, 1168, device="cuda", dtype=BF16), random(528, 1168, seed=1, device="cuda", dtype=BF16)
+    gemm(x[:40], w)
+    (thread,) = ahead._begun.values()
+    thread.join()
+    monkeypatch.setattr(compiler, "compile_source", lambda *arguments: pytest.fail("compiled"))
+    for m in (1, 16, 100, 129, 300, 1000, 2500, 5000):
+        assert calc_diff(gemm(x[:m], w), x[:m].float() @ w.float().t()) < 2e-3
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -370,6 +370,50 @@ def test_warmup_without_a_gpu_fills_the_cache_for_an_h200(tmp_path, monkeypatch)
     assert fp8_gemm.warmup([(16, 64, 256)], backend="reference")[0].backend == "reference"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("kind, groups", [("dense", 1), ("contiguous", 8), ("masked", 8)])
+def test_after_warmup_no_m_compiles(request, tmp_path, monkeypatch, kind, groups):
+    """(N, K) alone stands for every M: here and in the next process nothing reaches the compiler, and here not even the disk."""
+    from fp8_gemm import kernels
+    from fp8_gemm.kernels import quantize as quantisers
+    from hopperlab import compile as compiler
+
+    weights, calls = [(4096, 7168), (7168, 2048)] if kind == "dense" else [(256, 512)], {"source": 0, "nvrtc": 0}
+    compile_source = compiler.compile_source
+
+    def count_source(*arguments):
+        calls["source"] += 1
+        return compile_source(*arguments)
+
+    def count_nvrtc(*arguments):
+        calls["nvrtc"] += 1
+        return compiler.Compiled("", b"", "")
+
+    monkeypatch.delenv("FP8_GEMM_BACKEND", raising=False)
+    monkeypatch.setenv("HOPPERLAB_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiler, "compile_source", count_source)
+    monkeypatch.setattr(compiler, "_nvrtc", count_nvrtc)
+    for cached in (kernels.kernel, quantisers.kernel):
+        cached.cache_clear()
+        request.addfinalizer(cached.cache_clear)  # these kernels are empty
+    done = fp8_gemm.warmup(weights, kind=kind, groups=groups)
+    assert all(kind == e.problem.kind and "compiled for an H200" in str(e) for e in done) and len(done) <= 16 * len(weights)
+    assert calls["nvrtc"] >= len({kernels.kernel_of(e.problem, e.plan) for e in done}) > 4
+
+    def call_all():
+        for n, k in weights:
+            for m in range(1, 8193):
+                problem = Problem(kind, m, n, k, groups)
+                assert kernels.kernel_of(problem, kernels.plan_for(problem, torch.device("cpu"))).compiled is not None
+
+    calls.update(source=0, nvrtc=0)
+    call_all()
+    assert calls == {"source": 0, "nvrtc": 0}
+    kernels.kernel.cache_clear()  # as in a new process
+    call_all()
+    assert 0 < calls["source"] <= len(done) and calls["nvrtc"] == 0
+
+
 # ---------------------------------------------------------------- importing
 
 

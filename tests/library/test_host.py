@@ -108,6 +108,19 @@ def test_what_reaches_the_driver_is_what_the_simulator_gets(gpu, operands):
         assert gpu.last[5] == (a.scale if added is None else bias).data_ptr()
 
 
+def test_the_first_launch_of_a_plan_nobody_asked_for_compiles_ahead(gpu, operands, monkeypatch):
+    seen = []
+    monkeypatch.setattr(kernels.ahead, "start", lambda problem, device, **overrides: seen.append((problem, device, overrides)))
+    problem, cpu = Problem("dense", 40, 48, 256), torch.device("cpu")
+    for _ in range(2):
+        gemm(*operands)
+    assert seen == [(problem, cpu, {})]
+    gemm(*operands, block_m=64, block_n=48, swap_ab=False)
+    assert len(seen) == 1
+    gemm(*operands, num_sms=100)
+    assert seen[1:] == [(problem, cpu, {"num_sms": 100})]
+
+
 def test_known_addresses_encode_nothing_and_new_ones_only_themselves(gpu, operands):
     a, b = operands
     out = torch.empty(40, 48, dtype=BF16)

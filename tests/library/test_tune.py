@@ -190,13 +190,6 @@ def test_every_field_of_a_problem_is_in_its_name():
     assert all(name == name.replace("/", "").replace(" ", "") for name in names)  # file names
 
 
-def test_buckets():
-    assert [tuning.bucket(m) for m in (1, 8, 9, 128, 129, 144, 145, 256, 257, 4096, 4097)] == [
-        8, 8, 16, 128, 144, 144, 160, 256, 288, 4096, 4608]  # fmt: skip
-    for m in range(1, 5000):
-        assert m <= tuning.bucket(m) <= max(m + 7, 1.125 * m) and tuning.bucket(tuning.bucket(m)) == tuning.bucket(m)
-
-
 def test_another_gpu_or_other_kernels_have_another_table(gpu, monkeypatch):
     fp8_gemm.tune([DENSE])
     with monkeypatch.context() as changed:

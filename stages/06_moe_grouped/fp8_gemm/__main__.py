@@ -1,7 +1,7 @@
 """python -m fp8_gemm smoke | warmup | tune | explain | bench
 
 smoke    is this machine set up right: versions, architecture, numbers, speed, and the fix for what is wrong; under 20 s
-warmup   compile ahead of time for a list of shapes; without a GPU for an H200, into the cache alone
+warmup   compile ahead of time for a list of shapes (NxK: for every M); without a GPU for an H200, into the cache alone
 tune     time the most promising plans of a list of shapes on this GPU, and keep the fastest for later runs
 explain  what a shape would run, and why
 bench    time the library beside its peers into a record: bench RECORD.json [--only 4096x] [--search] [--host]; see bench --help
@@ -204,7 +204,7 @@ def main(arguments: list[str] | None = None) -> int:
             command.add_argument("--backend", choices=dispatch.BACKENDS)
         command.add_argument("--device", help="cuda, cuda:1, cpu; by default the GPU if there is one")
         if name != "smoke":
-            command.add_argument("shapes", nargs="+", type=_shape, help="MxNxK, or NxK for the usual M")
+            command.add_argument("shapes", nargs="+", type=_shape, help="MxNxK, or NxK for the usual M; warmup: for every M")
             command.add_argument("--kind", choices=KINDS, default="dense")
             command.add_argument("--groups", type=int, default=1)
             command.add_argument("--recipe", nargs=2, metavar=("A", "B"), default=None, help="1x128 128x128, row row, …")

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from fp8_gemm.plan import with_tokens
 from fp8_gemm.problem import FP8_DTYPES, Operands, Problem, check_group_values
 from fp8_gemm.quantize import GroupedTensor, ScaledTensor, format_of, on_hopper, quantize
 from hopperlab import capability
@@ -242,24 +243,45 @@ def _problem_of(kind, a, b, k_offsets, bias, accumulate, out_dtype, recipe, inte
 
 
 def warmup(shapes, *, device: torch.device | str | None = None, backend: str | None = None, **description) -> list[Explanation]:
-    """Run each shape once, so that whatever its backend compiles or tunes is ready (and cached on disk) before it matters.
+    """Make ready whatever calls of these shapes compile or tune (and keep it on disk) before it matters.
 
-    shapes       Problems, or (M, N, K), or (N, K): then M = 1, 16, 64, 128, 512 and 4096, since a plan depends on M
+    shapes       (N, K): for every M, which takes about a dozen kernels (k_grouped problems: M = 1, 16, 64, 128, 512 and 4096);
+                 or, for one M alone, (M, N, K) or Problems
     device       where; by default the current GPU. Without a GPU the kernels are compiled as for an H200 (132 SMs) and nothing
                  runs, so that an image can be built with a filled cache; device="cpu" runs the CPU's backend instead
     description  fields of Problem for shapes given as numbers: out_dtype, recipe_a, kind, groups, …
 
-    The kernels that quantise bfloat16 operands in the same formats are made ready too. Returns what was chosen for each. Raises
-    ValueError or TypeError for a shape that is none.
+    Kernels are compiled side by side, then each runs once: for (N, K), with the smallest M that it serves. Afterwards no M
+    compiles, unless a call overrides its plan. The kernels that quantise bfloat16 operands in the same formats are made ready too. Returns
+    what was chosen for each. Raises ValueError or TypeError for a shape that is none.
     """
-    problems = [as_the_kernel_sees(problem) for problem in problems_of(shapes, **description)]
-    if device is None and not torch.cuda.is_available() and (backend or os.environ.get(BACKEND_VARIABLE) or "cuda") == "cuda":
-        return _compile(problems)
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    wanted = backend or os.environ.get(BACKEND_VARIABLE) or "cuda"
+    compile_only = device is None and not torch.cuda.is_available() and wanted == "cuda"
+    device = torch.device("cpu" if compile_only else device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+
+    def on_hopper_kernels(problem):
+        return compile_only or choose(problem, device, backend)[0] == "cuda"
+
+    problems = []
+    for shape in shapes:
+        made = [as_the_kernel_sees(problem) for problem in problems_of([shape], **description)]
+        if len(made) > 1 and made[0].kind != "k_grouped" and on_hopper_kernels(made[0]):  # (N, K)
+            from fp8_gemm import kernels
+
+            made = list(kernels.for_every_size(made[0], device).values())
+        problems += made
+    needed = [kernel for problem in problems if on_hopper_kernels(problem) for kernel in _kernels_of(problem, device)]
+    compile_all(needed)
+    if compile_only:
+        return [_compiled_only(problem) for problem in problems]
+    quantised = set()
     for problem in problems:
         operands, out = synthetic(problem, device)
         run(problem, operands, out, backend)
-        if on_hopper(operands.a):
+        if on_hopper(operands.a) and with_tokens(problem, 0) not in quantised:  # the same kernels for every M
+            quantised.add(with_tokens(problem, 0))
             for data, recipe in ((operands.a, problem.recipe_a), (operands.b, problem.recipe_b)):
                 quantize(data.flatten(0, -2).bfloat16(), recipe, format_of(data.dtype))
     if device.type == "cuda":
@@ -268,7 +290,7 @@ def warmup(shapes, *, device: torch.device | str | None = None, backend: str | N
 
 
 def problems_of(shapes, *, kind: str = "dense", **description) -> list[Problem]:
-    """Problems of the shapes that warmup takes."""
+    """Problems of shapes, (N, K) with the usual M."""
     problems = []
     for shape in shapes:
         if isinstance(shape, Problem):
@@ -287,22 +309,25 @@ def as_the_kernel_sees(problem: Problem) -> Problem:
     return replace(problem, out_dtype=torch.float32) if problem.out_dtype in FP8_DTYPES else problem
 
 
-def _compile(problems: list[Problem]) -> list[Explanation]:
-    """Put what calls on an H200 need into the disk cache."""
+def _kernels_of(problem: Problem, device: torch.device) -> list:
+    """What a call with bfloat16 operands compiles for the GPU: on a CPU, for an H200."""
     from fp8_gemm import kernels
     from fp8_gemm.kernels import quantize as quantisers
-    from fp8_gemm.plan import plan as make_plan
 
-    plans, needed = [make_plan(problem, SMS_OF_AN_H200) for problem in problems], []
-    for problem, plan in zip(problems, plans):
-        if math.prod(problem.out_shape) and problem.k:
-            needed.append(kernels.kernel(tuple(kernels.constants_of(problem, plan).items())))
-            for recipe, format in ((problem.recipe_a, problem.format_a), (problem.recipe_b, problem.format_b)):
-                needed += quantisers.kernels_for(torch.bfloat16, recipe, format, problem.k)
-    compile_all(needed)
+    if not math.prod(problem.out_shape) or not problem.k:
+        return []
+    needed = [kernels.kernel_of(problem, kernels.plan_for(problem, device))]
+    for recipe, format in ((problem.recipe_a, problem.format_a), (problem.recipe_b, problem.format_b)):
+        needed += quantisers.kernels_for(torch.bfloat16, recipe, format, problem.k)
+    return needed
+
+
+def _compiled_only(problem: Problem) -> Explanation:
+    from fp8_gemm import kernels
+
+    plan = kernels.plan_for(problem, torch.device("cpu"))
     note = f"compiled for an H200 ({SMS_OF_AN_H200} SMs), not run: this machine has no GPU"
-    return [Explanation(problem, torch.device("cuda"), "cuda", None, {}, plan, plan.seconds, note)
-            for problem, plan in zip(problems, plans)]  # fmt: skip
+    return Explanation(problem, torch.device("cuda"), "cuda", None, {}, plan, plan.seconds, note)
 
 
 def compile_all(kernels: list) -> None:

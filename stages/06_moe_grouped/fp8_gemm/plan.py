@@ -2,9 +2,10 @@
 
 import functools
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
-from fp8_gemm.problem import Problem
+from fp8_gemm.problem import LARGEST_SIZE, Problem
 
 BLOCK_K = 128
 SHARED_BYTES = 227 * 1024  # of one CTA on Hopper
@@ -198,11 +199,44 @@ def _finish(problem: Problem, plan: Plan, num_stages: int | None = None, pairs: 
     return sized._replace(seconds=_predict(problem, sized))
 
 
+def bucket(size: int) -> int:
+    """A number of tokens rounded up to the largest that shares its plan: a multiple of 8; beyond 128 of an eighth of its power of
+    two, but of 128 at most, so that the number of tiles, and how full the last wave is, stay what they are; beyond 8192 of a 64th."""
+    power = (size - 1).bit_length()
+    step = 1 << max(3, min(power - 4, 7), power - 6)
+    return -(-size // step) * step
+
+
+def with_tokens(problem: Problem, tokens: int) -> Problem:
+    """The problem with another size along the dimension of tokens: M, but K for k_grouped problems, whose M and N are weights'."""
+    if problem.kind == "k_grouped":
+        return replace(problem, k=min(tokens, LARGEST_SIZE))
+    return replace(problem, m=min(tokens, LARGEST_SIZE // (problem.groups if problem.kind == "masked" else 1)))
+
+
+def bucketed(problem: Problem) -> Problem:
+    """The problem that plans are chosen for: with its tokens rounded up."""
+    return with_tokens(problem, bucket(problem.k if problem.kind == "k_grouped" else problem.m))
+
+
+MOST_TOKENS, MOST_OF_A_GROUP = 65536, 1024  # the larger counts; more lead to no other plan, which a test asserts
+
+
+def every_size(problem: Problem) -> list[Problem]:
+    """One problem for each bucket of tokens: their plans are all that problems of this N and K follow."""
+    most = max(MOST_TOKENS, MOST_OF_A_GROUP * problem.groups) if problem.kind == "contiguous" else MOST_TOKENS
+    sizes, tokens = [], 0
+    while tokens < most:
+        tokens = bucket(tokens + 1)
+        sizes.append(with_tokens(problem, tokens))
+    return sizes
+
+
 @functools.lru_cache(maxsize=65536)
 def plan(problem: Problem, sms: int = 132, *, block_m: int | None = None, block_n: int | None = None, num_stages: int | None = None,
          swap_ab: bool | None = None, split_k: int | None = None, num_sms: int | None = None, group_m: int | None = None,
          batch_invariant: bool = False) -> Plan:  # fmt: skip
-    """The plan with the shortest predicted time.
+    """The plan with the shortest predicted time for the problem's tokens rounded up to their ``bucket``; tiles and time are its own.
 
     sms              of the GPU; num_sms: use no more than these
     block_m, block_n tile: 64, 128 or 256 on wgmma's row side (M, or N if swapped); on its column side a multiple of 16, or of 8
@@ -219,18 +253,7 @@ def plan(problem: Problem, sms: int = 132, *, block_m: int | None = None, block_
     usable = num_sms or sms
     if not 1 <= usable <= sms:
         raise ValueError(f"num_sms is {num_sms}; this GPU has {sms}: allowed are 1 to {sms}")
-    best = None
-    for candidate in _candidates(problem, usable, batch_invariant, split_k, (block_m, block_n)):
-        if swap_ab not in (None, candidate.swap_ab) or split_k not in (None, candidate.splits):
-            continue
-        if block_m not in (None, candidate.block_m) or block_n not in (None, candidate.block_n):
-            continue
-        # The GPU spreads CTAs over all SMs before it puts two on one: to leave SMs free, no more CTAs than the others.
-        finished = _finish(problem, candidate._replace(group=group_m or candidate.group), num_stages, pairs=usable == sms)
-        if finished is None or (usable < sms and finished.splits > 1 and finished.waves > 1):
-            continue
-        if best is None or finished.seconds < best.seconds:
-            best = finished
+    best = _best(bucketed(problem), usable, usable == sms, batch_invariant, swap_ab, block_m, block_n, split_k, num_stages, group_m)
     if best is None:
         given = {"block_m": block_m, "block_n": block_n, "num_stages": num_stages, "swap_ab": swap_ab, "split_k": split_k}
         asked = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
@@ -239,13 +262,33 @@ def plan(problem: Problem, sms: int = 132, *, block_m: int | None = None, block_
                          "promoted), or, swapped, block_n 64, 128 or 256 and block_m a multiple of 8 up to 128; split_k 1 to 8, dense "
                          "problems only, no more than K / 128; num_stages 2 to 8, while they fit into 227 KB, or 113 KB where two "
                          "CTAs share an SM. Leave one of them out")  # fmt: skip
+    return _finish(problem, best, best.num_stages, pairs=usable == sms)
+
+
+@functools.lru_cache(maxsize=65536)
+def _best(problem: Problem, sms: int, pairs: bool, batch_invariant: bool, swap_ab: bool | None, block_m: int | None,
+          block_n: int | None, split_k: int | None, num_stages: int | None, group_m: int | None) -> Plan | None:  # fmt: skip
+    """The fastest candidate that is what was asked for; None if none is. pairs: every SM is used, and may have two CTAs."""
+    best = None
+    for candidate in _candidates(problem, sms, batch_invariant, split_k, (block_m, block_n)):
+        if swap_ab not in (None, candidate.swap_ab) or split_k not in (None, candidate.splits):
+            continue
+        if block_m not in (None, candidate.block_m) or block_n not in (None, candidate.block_n):
+            continue
+        # The GPU spreads CTAs over all SMs before it puts two on one: to leave SMs free, no more CTAs than the others.
+        finished = _finish(problem, candidate._replace(group=group_m or candidate.group), num_stages, pairs)
+        if finished is None or (not pairs and finished.splits > 1 and finished.waves > 1):
+            continue
+        if best is None or finished.seconds < best.seconds:
+            best = finished
     return best
 
 
 def promising(problem: Problem, sms: int, count: int) -> list[Plan]:
     """The ``count`` plans with the shortest predicted times, best first: what a search on the device should time."""
-    finished = (_finish(problem, candidate) for candidate in _candidates(problem, sms))
-    return sorted((made for made in finished if made is not None), key=lambda made: made.seconds)[:count]
+    finished = (_finish(bucketed(problem), candidate) for candidate in _candidates(bucketed(problem), sms))
+    best = sorted((made for made in finished if made is not None), key=lambda made: made.seconds)[:count]
+    return [_finish(problem, made) for made in best]
 
 
 # Rows of tiles worked on together. 132 tiles of 256 x 128 in 8 rows touch 2048 rows of A and about as many of B, the fewest possible:

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from fp8_gemm.dispatch import as_the_kernel_sees, compile_all, problems_of, synthetic
-from fp8_gemm.plan import Plan, plan, promising
+from fp8_gemm.plan import Plan, bucketed, plan, promising
 from fp8_gemm.problem import Operands, Problem
 from hopperlab import capability
 from hopperlab.compile import INCLUDE_DIRECTORY, cache_directory
@@ -95,13 +95,13 @@ def tune(
 ) -> list[Tuned]:
     """Time the most promising plans of each shape on this GPU, and keep the fastest for later calls and later processes.
 
-    shapes       Problems, or (M, N, K), or (N, K): then M = 1, 16, 64, 128, 512 and 4096, as warmup takes them
+    shapes       Problems, or (M, N, K), or (N, K): then M = 1, 16, 64, 128, 512 and 4096
     device       a Hopper GPU; by default the current one
     expected_m   masked problems: rows of each group that count while timing; by default all M
     description  fields of Problem for shapes given as numbers: out_dtype, recipe_a, kind, groups, …
 
-    One measurement serves neighbours too: M is rounded up to a multiple of 8, from 128 on of an eighth of its power of two (for
-    k_grouped problems K instead, the dimension that tokens lie along). Groups are timed with equal sizes. The method is
+    One measurement serves neighbours too: all M of one ``plan.bucket``, who share a plan anyway (for k_grouped problems K instead,
+    the dimension that tokens lie along). Groups are timed with equal sizes. The method is
     hopperlab.bench's: random operands, more than L2 holds, in CUDA graphs, interleaved in short rounds; the first pass also
     compiles what is new. The GPU must have nothing else to do.
 
@@ -221,16 +221,10 @@ def overrides_of(chosen: Plan) -> dict:
     return {"swap_ab": chosen.swap_ab, "block_m": chosen.block_m, "block_n": chosen.block_n, "split_k": chosen.splits}
 
 
-def bucket(size: int) -> int:
-    """size rounded up to the largest that shares its plan: a multiple of 8, beyond 128 of an eighth of its power of two."""
-    step = max(8, 1 << max(0, (size - 1).bit_length() - 4))
-    return -(-size // step) * step
-
-
 def name_of(problem: Problem) -> str:
     """The name of a problem in the table: all that decides its plan, with the dimension of tokens rounded up."""
-    m, k = (problem.m, bucket(problem.k)) if problem.kind == "k_grouped" else (bucket(problem.m), problem.k)
-    parts = [problem.kind, f"{m}x{problem.n}x{k}", f"{problem.groups}groups", problem.recipe_a, problem.recipe_b,
+    known = bucketed(problem)
+    parts = [problem.kind, f"{known.m}x{known.n}x{known.k}", f"{problem.groups}groups", problem.recipe_a, problem.recipe_b,
              problem.format_a, problem.format_b, str(problem.out_dtype).removeprefix("torch."),
              f"interval{problem.interval or 0}"]  # fmt: skip
     return "_".join(parts + ["bias"] * problem.bias + ["accumulate"] * problem.accumulate)

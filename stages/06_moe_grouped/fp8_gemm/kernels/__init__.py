@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from fp8_gemm.plan import BLOCK_K, PANEL_ROWS, Plan, panel_bytes, plan, shared_bytes, stores_by_tma, vector_scales
+from fp8_gemm.kernels import ahead
+from fp8_gemm.plan import BLOCK_K, PANEL_ROWS, Plan, every_size, panel_bytes, plan, shared_bytes, stores_by_tma, vector_scales
 from fp8_gemm.problem import Operands, Problem, bytes_spanned, check_disjoint
 from fp8_gemm.tune import lookup
 from hopperlab.kernel import Arguments, Kernel
@@ -23,7 +24,8 @@ SMS_OF_AN_H200 = 132  # what plans for the simulator are made for
 
 @functools.cache
 def kernel(constants: tuple) -> Kernel:
-    """The kernel for one plan's constants. M, N and K are arguments: a new shape with the same plan compiles nothing."""
+    """The kernel for one plan's constants. M, N and K are arguments: a new shape with the same plan compiles nothing, and all M of one
+    N and K have about a dozen plans."""
     return Kernel(SOURCE, "gemm", dict(constants))
 
 
@@ -44,7 +46,19 @@ def plan_for(problem: Problem, device: torch.device, **overrides) -> Plan:
     the simulator runs it, the model's for an H200."""
     if not overrides:
         overrides = lookup(problem, device) or {}
-    return plan(problem, _sms(device.index) if device.type == "cuda" else SMS_OF_AN_H200, **overrides)
+    return plan(problem, _sms_of(device), **overrides)
+
+
+def for_every_size(problem: Problem, device: torch.device, **overrides) -> dict[Kernel, Problem]:
+    """The kernels that problems of this N and K run with, whatever their number of tokens; for each the smallest that does."""
+    needed = {}
+    for sized in every_size(problem):
+        needed.setdefault(kernel_of(sized, plan_for(sized, device, **overrides)), sized)
+    return needed
+
+
+def _sms_of(device: torch.device) -> int:
+    return _sms(device.index) if device.type == "cuda" else SMS_OF_AN_H200
 
 
 @functools.cache
@@ -76,7 +90,7 @@ def launch(problem: Problem, chosen: Plan, operands: Operands, out: torch.Tensor
     x_scale, y_scale = _sides(chosen, operands.a_scale, operands.b_scale)
     begins, ends = _group_ends(problem, operands)
     nothing = operands.a_scale  # a pointer that the kernel does not follow
-    return _kernel_of(problem, chosen)[_launch_shape(problem, chosen)](
+    return kernel_of(problem, chosen)[_launch_shape(problem, chosen)](
         *_tensor_maps(problem, chosen, operands, out), x_scale, y_scale, nothing if operands.bias is None else operands.bias, begins, ends,
         out, *_numbers(problem, chosen, operands),
     )  # fmt: skip
@@ -123,7 +137,7 @@ def _group_ends(problem: Problem, operands: Operands) -> tuple[torch.Tensor, tor
     return operands.offsets, operands.offsets[1:] if operands.ends is None else operands.ends
 
 
-def _kernel_of(problem: Problem, chosen: Plan) -> Kernel:
+def kernel_of(problem: Problem, chosen: Plan) -> Kernel:
     return kernel(tuple(constants_of(problem, chosen).items()))
 
 
@@ -141,7 +155,7 @@ class Launch:
     __slots__ = ("bytes", "chosen", "device", "gpu", "layouts", "numbers", "packing", "problem")
 
     def __init__(self, problem: Problem, chosen: Plan, operands: Operands, out: torch.Tensor):
-        made = _kernel_of(problem, chosen)
+        made = kernel_of(problem, chosen)
         self.problem, self.chosen, self.device = problem, chosen, out.device
         self.layouts = [each.layout for each in _tensor_maps(problem, chosen, operands, out)]
         numbers = _numbers(problem, chosen, operands)
@@ -196,6 +210,9 @@ def prepare(problem: Problem, chosen: Plan, operands: Operands, out: torch.Tenso
         if len(_launches) >= MOST_LAUNCHES:
             _launches.clear()
         found = _launches[key] = Launch(problem, chosen, operands, out)
+        fewer = {} if chosen.num_sms == _sms_of(out.device) else {"num_sms": chosen.num_sms}
+        if plan_for(problem, out.device, **fewer) == chosen:  # no tile is asked for, which other M need not have
+            ahead.start(problem, out.device, **fewer)
     return found
 
 

@@ -108,6 +108,41 @@ def test_a_replay_follows_new_data_and_new_group_sizes():
     assert torch.equal(out, grouped_gemm(x, experts, counts=counts))
 
 
+@pytest.mark.parametrize("rows", (1, 70, 1000))
+def test_kernels_that_overlap_see_what_the_kernel_before_wrote(rows):
+    """Each product quantises what the last one wrote, into buffers that are used again at once. Kernels start before the one in
+    front of them has ended: one that reads too early, or old bytes from a cache, changes a bit of some step."""
+    layers = [quantize(random(256, 256, seed=seed, device="cuda") / 16, "128x128") for seed in range(8)]
+    buffers = torch.empty(2, rows, 256, dtype=BF16, device="cuda")
+
+    def step(i, wait):
+        gemm(buffers[i % 2], layers[i % len(layers)], out=buffers[1 - i % 2])
+        if i % 5 == 0:
+            buffers[1 - i % 2] *= 1.5  # a kernel of torch's between two of the library's
+        wait()
+
+    def run(steps, wait):
+        buffers[0] = random(rows, 256, seed=99, device="cuda").to(BF16)
+        for i in range(steps):
+            step(i, wait)
+        return buffers[steps % 2].clone()
+
+    want = {steps: run(steps, torch.cuda.synchronize) for steps in (1, 40, 400)}
+    for steps, expected in want.items():
+        assert expected.isfinite().all() and expected.any()
+        assert torch.equal(run(steps, lambda: None), expected)
+
+    start = random(rows, 256, seed=99, device="cuda").to(BF16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        buffers[0] = start
+        for i in range(40):
+            step(i, lambda: None)
+    for _ in range(5):
+        graph.replay()
+    assert torch.equal(buffers[0], want[40])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_streams_of_their_own(calls, name):
     want = calls[name]()

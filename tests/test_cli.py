@@ -4,9 +4,10 @@ import json
 import re
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from hopperlab import capability, check, cli, report, stage
+from hopperlab import capability, check, cli, reference, report, stage
 
 runner = CliRunner()
 
@@ -90,6 +91,14 @@ def test_bad_input_is_refused_in_words(words, message):
     result = invoke(*words)
     assert result.exit_code == 2
     assert message in re.sub(r"[\s│]+", " ", result.output)
+
+
+@pytest.mark.parametrize("recipe", ("tensor", "row", "1x128"))
+def test_rows_of_a_large_product_can_be_checked_alone(recipe):
+    a, b = check.problem(9, 16, 256, recipes=(recipe, "tensor"))
+    expected = reference.matmul_hopper(a, b)
+    assert torch.equal(reference.matmul_hopper(cli.every_row(a, 4), b), expected[::4])
+    assert cli.every_row(a, 1) is a
 
 
 def test_bench_says_why_it_needs_a_gpu(monkeypatch):

@@ -8,8 +8,7 @@ in the CUDA driver API.
 import ctypes
 import functools
 import struct
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -28,16 +27,14 @@ _TYPES = {
 
 
 @dataclass(frozen=True)
-class TensorMap:
-    """A checked description of one tensor for the copy engine.
+class MapLayout:
+    """A checked map without its address. Tensors of one layout differ in nothing else.
 
-    address: bytes.  element_type: a name of CUtensorMapDataType without its prefix.  element_bytes: its size.
+    element_type: a name of CUtensorMapDataType without its prefix.  element_bytes: its size.
     dims, box, element_strides: elements, innermost first.  strides: bytes, for dimension 1 and up.
     swizzle: span in bytes (0, 32, 64 or 128).  fill_nan: out-of-bounds elements read as NaN, not zero.
-    tensor: kept alive, and the memory that the simulator reads.
     """
 
-    address: int
     element_type: str
     element_bytes: int
     dims: tuple[int, ...]
@@ -47,6 +44,16 @@ class TensorMap:
     swizzle: int
     fill_nan: bool
     l2_promotion: int
+
+
+@dataclass(frozen=True)
+class TensorMap(MapLayout):
+    """A checked description of one tensor for the copy engine: its layout and where it is.
+
+    address: bytes.  tensor: kept alive, and the memory that the simulator reads.
+    """
+
+    address: int
     tensor: torch.Tensor = field(repr=False, compare=False)
 
     @classmethod
@@ -137,7 +144,7 @@ class TensorMap:
         if fill_nan and not kind.startswith(("FLOAT", "BFLOAT")):
             raise ValueError(f"fill_nan: only for float16, bfloat16, float32 and float64, not {tensor.dtype}")
         return cls(
-            address, kind, size, dims, tuple(strides), box, element_strides, swizzle, fill_nan, l2_promotion, tensor
+            kind, size, dims, tuple(strides), box, element_strides, swizzle, fill_nan, l2_promotion, address, tensor
         )
 
     @property
@@ -153,34 +160,13 @@ class TensorMap:
         return total
 
     @property
-    def layout(self) -> "MapLayout":
+    def layout(self) -> MapLayout:
         """All of the map but the tensor's address."""
-        return MapLayout(
-            self.element_type, self.element_bytes, self.dims, self.strides, self.box, self.element_strides, self.swizzle,
-            self.fill_nan, self.l2_promotion,
-        )  # fmt: skip
-
-    def encode(self):
-        """The 128-byte opaque map for a GPU (cuda.bindings.driver.CUtensorMap). Needs the CUDA driver."""
-        return _encode(self.layout, self.address)
+        return MapLayout(*(getattr(self, each.name) for each in fields(MapLayout)))
 
     def simulator_bytes(self, index: int) -> bytes:
         """128 bytes that stand for map number index of a simulated launch."""
         return struct.pack("<QQ", _MAGIC, index).ljust(BYTES, b"\0")
-
-
-class MapLayout(NamedTuple):
-    """A checked map without its address: fields as in TensorMap. Tensors of one layout differ in nothing else."""
-
-    element_type: str
-    element_bytes: int
-    dims: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    element_strides: tuple[int, ...]
-    swizzle: int
-    fill_nan: bool
-    l2_promotion: int
 
 
 @functools.lru_cache(maxsize=16384)
@@ -190,19 +176,14 @@ def encoded_at(layout: MapLayout, address: int) -> bytes:
     A pure function of its arguments, so what is kept for a tensor that is gone is right for the next one at its address.
     Raises ValueError for an address that is no multiple of 16.
     """
-    _check_address(address)
-    encoded = _encode(layout, address)  # owns the memory that is copied
-    return ctypes.string_at(encoded.getPtr(), BYTES)
-
-
-def _encode(layout: MapLayout, address: int):
     from cuda.bindings import driver
 
+    _check_address(address)
     before, after = _driver_arguments(layout)
     status, encoded = driver.cuTensorMapEncodeTiled(*before, address, *after)
     if status != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"cuTensorMapEncodeTiled refused {layout} at {address:#x}: {status.name}")
-    return encoded
+    return ctypes.string_at(encoded.getPtr(), BYTES)  # a copy: encoded owns the memory
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,9 +1,12 @@
 """Tensor maps: what is accepted, how it is described, and what is refused with which words."""
 
+import ctypes
+import types
+
 import pytest
 import torch
 
-from hopperlab.tensormap import TensorMap, simulated_index
+from hopperlab.tensormap import TensorMap, encoded_at, simulated_index
 
 
 def test_dimensions_are_innermost_first():
@@ -34,14 +37,15 @@ def test_element_strides_thin_out_the_box():
 def test_the_driver_always_gets_strides(monkeypatch, tensor, strides):
     """It refuses a null pointer, which an empty list becomes, although a map of one dimension has none."""
     driver = pytest.importorskip("cuda.bindings.driver")
-    given = {}
+    given, memory = {}, ctypes.create_string_buffer(b"the map", 128)
 
     def encode(kind, rank, address, dims, strides, *rest):
         given.update(rank=rank, dims=list(map(int, dims)), strides=list(map(int, strides)))
-        return driver.CUresult.CUDA_SUCCESS, "the map"
+        return driver.CUresult.CUDA_SUCCESS, types.SimpleNamespace(getPtr=lambda: ctypes.addressof(memory))
 
     monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode)
-    assert TensorMap.tiled(tensor, box=(16, 2)[: tensor.dim()]).encode() == "the map"
+    made = TensorMap.tiled(tensor, box=(16, 2)[: tensor.dim()])
+    assert encoded_at.__wrapped__(made.layout, made.address) == memory.raw  # what is kept would outlive the driver of this test
     assert given == {"rank": tensor.dim(), "dims": [*reversed(tensor.shape)], "strides": strides}
 
 

@@ -256,7 +256,7 @@ WRONG_05 = [
      r"(?s)BLANK 3, .*deadlock.*lacks 6 of 8 arrivals.*one arrival of each consumer warp"),
     # the wrong one of the two barriers
     ("05", "mbarrier_arrive(&shared.empty[last_slot]);\n              // END BLANK", "mbarrier_arrive(&shared.full[last_slot]);\n              // END BLANK", "test_blank_3",
-     r"BLANK 3, .*lacks only 1 .*Phases end too early"),
+     r"BLANK 3, .*lacks only 2 .*Phases end too early"),
     # the first round's scales for both
     ("05", "choose(scale[round], c, s);", "choose(scale[0], c, s);", "test_blank_4",
      r"BLANK 4, .*was given A's scale of row 0 and B's of block 0: right are row 64 and block 0"),

@@ -19,6 +19,8 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from hopperlab import sass
+
 ARCHITECTURE = "sm_90a"
 INCLUDE_DIRECTORY = Path(__file__).parent / "include"
 OPTIONS = (
@@ -86,31 +88,32 @@ class Compiled:
         return found
 
 
-def compile_source(source: str, name: str, constants: dict[str, object] | None = None) -> Compiled:
+def compile_source(source: str, name: str, constants: dict[str, object] | None = None, dense_ffma: bool = False) -> Compiled:
     """Compile CUDA C++ text for sm_90a.
 
     ``name`` is the file name shown in errors and line information. ``constants`` become macros (``-DNAME=value``).
+    ``dense_ffma``: change the cubin's scheduling hints, see :func:`hopperlab.sass.dense_ffma`.
     The result comes from the disk cache when the same source, headers, constants and compiler were seen before.
     Raises CompileError with the offending source lines.
     """
     headers = {path.name: path.read_text() for path in sorted(INCLUDE_DIRECTORY.glob("*.cuh"))}
     defines = tuple(f"-D{key}={_macro(key, value)}" for key, value in sorted((constants or {}).items()))
-    identity = repr((source, name, sorted(headers.items()), OPTIONS, defines, nvrtc_version()))
+    identity = repr((source, name, sorted(headers.items()), OPTIONS, defines, dense_ffma, nvrtc_version()))
     key = hashlib.sha256(identity.encode()).hexdigest()
     cached = _load(key)
     if cached is not None:
         return cached
-    compiled = _nvrtc(source, name, headers, OPTIONS + defines)
+    compiled = _nvrtc(source, name, headers, OPTIONS + defines, dense_ffma)
     _store(key, compiled)
     return compiled
 
 
-def compile_file(path: str | os.PathLike, constants: dict[str, object] | None = None) -> Compiled:
+def compile_file(path: str | os.PathLike, constants: dict[str, object] | None = None, dense_ffma: bool = False) -> Compiled:
     """Compile a ``.cu`` file; see :func:`compile_source`."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"path: there is no kernel source at {path}")
-    return compile_source(path.read_text(), path.name, constants)
+    return compile_source(path.read_text(), path.name, constants, dense_ffma)
 
 
 @functools.cache
@@ -138,7 +141,7 @@ def _macro(key: str, value: object) -> str:
     raise TypeError(f"constants[{key!r}]: got {type(value).__name__}, allowed are int, bool and str (pasted as written)")
 
 
-def _nvrtc(source: str, name: str, headers: dict[str, str], options: tuple[str, ...]) -> Compiled:
+def _nvrtc(source: str, name: str, headers: dict[str, str], options: tuple[str, ...], dense_ffma: bool) -> Compiled:
     from cuda.bindings import nvrtc
 
     def call(function, *arguments):
@@ -170,6 +173,8 @@ def _nvrtc(source: str, name: str, headers: dict[str, str], options: tuple[str, 
         cubin = text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+    if dense_ffma:
+        cubin = sass.dense_ffma(cubin)
     log = re.sub(r"\n?ptxas info\s*: Compile time.*", "", log)  # the one line that differs from run to run
     # NVRTC writes file names relative to the working directory of this process; the cache is shared between many.
     return Compiled(ptx.replace(f'"{os.getcwd()}/', '"'), cubin, log)

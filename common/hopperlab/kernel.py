@@ -75,10 +75,11 @@ class Kernel:
 
     path: the source file. entry: the name of its ``extern "C" __global__`` function.
     constants: macros, see :func:`hopperlab.compile.compile_source`. The file is compiled at the first use.
+    dense_ffma: change scheduling hints of the cubin, see :func:`hopperlab.sass.dense_ffma`.
     """
 
-    def __init__(self, path: str | Path, entry: str, constants: dict[str, object] | None = None):
-        self.path, self.entry, self.constants = Path(path), entry, dict(constants or {})
+    def __init__(self, path: str | Path, entry: str, constants: dict[str, object] | None = None, dense_ffma: bool = False):
+        self.path, self.entry, self.constants, self.dense_ffma = Path(path), entry, dict(constants or {}), dense_ffma
         self._compiled = None
 
     def __repr__(self):
@@ -88,7 +89,7 @@ class Kernel:
     def compiled(self) -> compiler.Compiled:
         # Not a cached_property: before Python 3.12 that holds one lock for all kernels, and two could not be compiled at a time.
         if self._compiled is None:
-            self._compiled = compiler.compile_file(self.path, self.constants)
+            self._compiled = compiler.compile_file(self.path, self.constants, self.dense_ffma)
         return self._compiled
 
     @property

@@ -338,6 +338,7 @@ def block_speed(lab: Lab, shape: tuple[int, int, int]) -> tuple[list[dict], dict
     operands = [(a, b, lab.steps.m_major(a, b)) for a, b in (inputs.quantised(*BLOCKS) for inputs in sets)]
     kernels = {f"block scaled, 128 x {width}": (lab.steps.block_scaled, {"tile": lab.steps.Tile(1, width)}) for width in lab.sizes.widths}
     kernels["overlapped, 256 x 128"] = (lab.steps.overlapped, {})
+    kernels["overlapped, the compiler's hints"] = (lab.steps.overlapped, {"dense_ffma": False})
     calls = {name: [lambda a=a, b=b, out=out, o={**options, **scales}, step=step: step(a, b, out, **o)
                     for (a, b, scales), out in zip(operands, outs)] for name, (step, options) in kernels.items()}  # fmt: skip
     bits = {}

@@ -1,7 +1,8 @@
 // Stage 05, step 3: promotion costs the tensor core as little as it can. A consumer works on Rounds times 64 rows: one
 // accumulator serves all of them in turn, so each block of K is waited for once and promoted Rounds times, and the tensor core
-// has the other warpgroup's rounds to work on meanwhile. What the next block needs (its barrier, its scales) is fetched while
-// the last round of this one is multiplied.
+// has the other warpgroup's rounds to work on meanwhile. Everything else is done while a wgmma runs: scales are read, the next
+// block's barrier is waited for, the next tile is found, and outputs are stored. A tile's first round is stored under the wgmma
+// of its last one, its last round under the first wgmma of the next tile: the accumulator holds none of them by then.
 //
 //   D[m][n] = sum over blocks k' of (scale_a[m][k'] * scale_b[n / 128][k']) * sum over k in k' of A[m][k] * B[n][k]
 //
@@ -9,6 +10,7 @@
 //   scale_a is (K blocks, M), M-major: a block's scales lie side by side, as TMA wants them.   scale_b is (N / 128, K blocks).
 //
 //   grid (CTAs, at most one per SM), block (Threads). The grid is persistent. Warpgroup 0 loads, the other two multiply.
+//   The host also has promotion's FFMAs issued more densely than the compiler would (hopperlab.sass).
 
 #include "hopper.cuh"
 
@@ -34,6 +36,9 @@ constexpr int PanelColumns = PanelBytes / sizeof(Output);
 constexpr int Chunk = (BlockN & -BlockN) < 128 ? BlockN & -BlockN : 128;                // x & -x: the largest power of two in x
 constexpr int ScaleBlocks = (128 - Chunk + BlockN - 1) / 128 + 1;     // blocks of B's scales that a tile can touch
 
+// L2 keeps the tiles of A that the next columns of tiles read again, where it can hold those of a group of rows: 20 of its 50 MB.
+constexpr long long KeptBytes = 20 << 20;
+
 WGMMA_INSTANCE(BLOCK_N, A_FORMAT, B_FORMAT)
 
 struct alignas(1024) Shared {              // 1024: the period of a 128-byte swizzle
@@ -41,7 +46,8 @@ struct alignas(1024) Shared {              // 1024: the period of a 128-byte swi
   u8 b[Stages][BlockN * BlockK];
   u8 out[4 * Consumers][16 * PanelBytes];  // one panel per warp
   float scale_a[Stages][BlockM];           // of the slot's block of K
-  u64 full[Stages];                        // the slot's bytes have landed: one arrival (the producer's) and its bytes
+  float scale_b[Stages][(ScaleBlocks + 3) / 4 * 4];                    // whole 16 bytes: the compiler reads them at once
+  u64 full[Stages];                        // the slot is filled: one arrival with TMA's bytes, one when B's scales are there
   u64 empty[Stages];                       // the slot may be overwritten: one arrival per consumer warp
 };
 
@@ -90,7 +96,7 @@ __device__ void store_rows(const float (&total)[BlockN / 2], const TensorMap& ma
       fence_proxy_async_shared();                                      // the stores above become visible to TMA
       __syncwarp();
       if (lane == 0) {
-        tma_store_2d(&map_d, panel, n0 + first, m0);                   // clips what lies outside of D
+        tma_store_2d(&map_d, panel, n0 + first, m0, L2EvictFirst);     // clips what lies outside of D, which nobody here reads
         tma_store_commit();
       }
     }
@@ -119,18 +125,20 @@ overlapped(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < Stages; ++s) {
-      mbarrier_init(&shared.full[s], 1);
+      mbarrier_init(&shared.full[s], 2);
       mbarrier_init(&shared.empty[s], 4 * Consumers);
     }
     fence_mbarrier_init();
+    tma_prefetch_map(&map_a), tma_prefetch_map(&map_b), tma_prefetch_map(&map_scale_a), tma_prefetch_map(&map_d);
   }
   __syncthreads();                                                     // the barriers exist
 
   if (warpgroup == 0) {
-    // ---- producer: one thread fills the ring ------------------------------------------------------------------------
+    // ---- producers: one thread fills the ring with tiles and A's scales, another with B's scales ---------------------
     registers_decrease<ProducerRegisters>();
     if (threadIdx.x == 0) {
       Ring ring;
+      const u64 policy_a = (long long)GroupM * BlockM * K <= KeptBytes ? L2EvictLast : L2EvictNormal;
       for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         int row, column;
         locate(tile, rows, columns, row, column);
@@ -138,9 +146,25 @@ overlapped(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
         for (int k_block = 0; k_block < k_blocks; ++k_block, ring.advance()) {
           mbarrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
           mbarrier_arrive_expect_tx(&shared.full[ring.slot], (BlockM + BlockN) * BlockK + BlockM * sizeof(float));
-          tma_load_2d(shared.a[ring.slot], &map_a, &shared.full[ring.slot], k_block * BlockK, row * BlockM);
+          tma_load_2d(shared.a[ring.slot], &map_a, &shared.full[ring.slot], k_block * BlockK, row * BlockM, policy_a);
           tma_load_2d(shared.scale_a[ring.slot], &map_scale_a, &shared.full[ring.slot], row * BlockM, k_block);
-          tma_load_2d(shared.b[ring.slot], &map_b, &shared.full[ring.slot], k_block * BlockK, column * BlockN);
+          tma_load_2d(shared.b[ring.slot], &map_b, &shared.full[ring.slot], k_block * BlockK, column * BlockN, L2EvictFirst);
+        }
+      }
+    } else if (threadIdx.x == 32) {
+      // A row of B's scales need not begin at a multiple of 16 bytes, so they cannot come by TMA.
+      const int scale_rows = (N + 127) / 128;
+      Ring ring;
+      for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        int row, column;
+        locate(tile, rows, columns, row, column);
+#pragma unroll 1
+        for (int k_block = 0; k_block < k_blocks; ++k_block, ring.advance()) {
+          mbarrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
+#pragma unroll
+          for (int i = 0; i < ScaleBlocks; ++i)
+            copy_async(&shared.scale_b[ring.slot][i], &scale_b[(long long)min(column * BlockN / 128 + i, scale_rows - 1) * k_blocks + k_block], true);
+          copy_async_arrive(&shared.full[ring.slot]);
         }
       }
     }
@@ -151,54 +175,31 @@ overlapped(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
     const u64 a_first = matrix_descriptor(shared_address(shared.a[0]) + consumer * Rounds * 64 * BlockK, Swizzle::Bytes128, 8 * BlockK);
     const u64 b_first = matrix_descriptor(shared_address(shared.b[0]), Swizzle::Bytes128, 8 * BlockK);
     const int my_row = consumer * Rounds * 64 + warp * 16 + lane / 4;    // of the tile; the thread's other row is 8 further
-    const int scale_rows = (N + 127) / 128;
 
-    // B's scales: lane l holds those of block 32 * chunk + l, so that one coalesced load serves 32 blocks of K, and a shuffle
-    // hands them out. They are fetched a chunk ahead, across tiles too: their latency never shows.
-    float held[ScaleBlocks], held_next[ScaleBlocks];
-    auto fetch = [&](float (&scales)[ScaleBlocks], int tile, int chunk) {
-      int row, column;
-      locate(tile, rows, columns, row, column);
-      const int k_block = min(32 * chunk + lane, k_blocks - 1);
-#pragma unroll
-      for (int i = 0; i < ScaleBlocks; ++i)
-        scales[i] = scale_b[(long long)min(column * BlockN / 128 + i, scale_rows - 1) * k_blocks + k_block];
-    };
-    if (blockIdx.x < tiles) {
-      fetch(held, blockIdx.x, 0);
-      fetch(held_next, blockIdx.x, 1);
-    }
-
-    Ring ring;
-    u64 a_slot = a_first, b_slot = b_first;                            // descriptors of the current slot
-    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-      int row, column;
-      locate(tile, rows, columns, row, column);
-      const int m0 = row * BlockM + consumer * Rounds * 64 + warp * 16, n0 = column * BlockN;   // of this warp
-
-      float total[Rounds][BlockN / 2], sum[BlockN / 2];                // FP32 on CUDA cores; the tensor core's accumulator
+    float total[Rounds][BlockN / 2], sum[BlockN / 2];                  // FP32 on CUDA cores; the tensor core's accumulator
+    float scale[Rounds][2][ScaleBlocks];                               // of this thread's two rows in each round, times those of B
+    auto multiply_scales = [&](int slot) {
 #pragma unroll
       for (int round = 0; round < Rounds; ++round)
 #pragma unroll
-        for (int i = 0; i < BlockN / 2; ++i) total[round][i] = 0.0f;
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+          for (int i = 0; i < ScaleBlocks; ++i) scale[round][half][i] = shared.scale_a[slot][my_row + 64 * round + 8 * half] * shared.scale_b[slot][i];
+#pragma unroll
+      for (int round = 0; round < Rounds; ++round) wgmma_hold(scale[round][0]), wgmma_hold(scale[round][1]);   // here, beside wgmma
+    };
+    auto store_round = [&](int round, int row, int column) {
+      const int m0 = row * BlockM + consumer * Rounds * 64 + round * 64 + warp * 16;
+      store_rows(total[round], map_d, D, shared.out[consumer * 4 + warp], m0, column * BlockN, M, N);
+    };
 
-      // The scales of a block, multiplied: of this thread's two rows in each round and of the blocks that the tile touches.
-      float scale[Rounds][2][ScaleBlocks], scale_next[Rounds][2][ScaleBlocks];
-      auto multiply_scales = [&](float (&s)[Rounds][2][ScaleBlocks], int k_block) {
-#pragma unroll
-        for (int i = 0; i < ScaleBlocks; ++i) {
-          // The first block of the next chunk is fetched one block before the chunk in `held` changes.
-          const float scale_of_b = __shfl_sync(~0u, k_block > 0 && k_block % 32 == 0 ? held_next[i] : held[i], k_block % 32);
-#pragma unroll
-          for (int round = 0; round < Rounds; ++round)
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-              s[round][half][i] = shared.scale_a[ring.slot][my_row + 64 * round + 8 * half] * scale_of_b;
-        }
-      };
-      mbarrier_wait(&shared.full[ring.slot], ring.phase);
-      multiply_scales(scale, 0);
-
+    Ring ring;
+    u64 a_slot = a_first, b_slot = b_first;                            // descriptors of the current slot
+    int last_slot = -1;                                                // of the block before this one; none yet
+    int row, column, last_row = 0, last_column = 0, next_row, next_column;               // of this tile, the one before, the next
+    locate(min((int)blockIdx.x, tiles - 1), rows, columns, row, column);
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+      const int n0 = column * BlockN;
       // Of the products in s: those of the two rows with the block that tile column c, a multiple of Chunk, lies in.
       auto choose = [&](const float (&s)[2][ScaleBlocks], int c, float (&chosen)[2]) {
         chosen[0] = s[0][0], chosen[1] = s[1][0];
@@ -209,11 +210,11 @@ overlapped(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
           if (n0 % 128 + c >= 128 * i) chosen[0] = s[0][i], chosen[1] = s[1][i];
         // END BLANK
       };
-      int last_slot = 0;                                               // of the block before
-      for (int chunk = 0;; ++chunk) {
-        const int chunk_end = min(32 * chunk + 32, k_blocks);
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {                           // the first block apart: there is no total yet, but an old one
 #pragma unroll 1
-        for (int k_block = 32 * chunk; k_block < chunk_end; ++k_block) {
+        for (int k_block = part; k_block < (part == 0 ? 1 : k_blocks); ++k_block) {
+          if (part == 0) mbarrier_wait(&shared.full[ring.slot], ring.phase);
 #pragma unroll
           for (int round = 0; round < Rounds; ++round) {
             // BLANK 2: multiply one block of K: four wgmma into sum, which starts from zero where the scale changes
@@ -222,27 +223,33 @@ overlapped(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
             for (int k = 0; k < BlockK; k += 32) wgmma<BlockN, A_FORMAT, B_FORMAT>(sum, a_round + k / 16, b_slot + k / 16, k > 0);
             wgmma_commit();
             // END BLANK
-            if (round == 0 && k_block > 0) {                           // here, where the tensor core does not wait for it
+            // The tensor core works: now there is time for everything else.
+            if (round == 0 && last_slot >= 0) {
               // BLANK 3: give the last block's slot back: nobody in this warp still reads its tiles or its scales
               __syncwarp();
               if (lane == 0) mbarrier_arrive(&shared.empty[last_slot]);
               // END BLANK
             }
-            if (round + 1 < Rounds) {
-              wgmma_wait<0>();
-              wgmma_hold(sum);
-            } else {                                                   // while the tensor core works: all that the next block needs
+            if (round == 0) {
               last_slot = ring.slot;
+              multiply_scales(ring.slot);
+              if (part == 0) {
+                if (tile != blockIdx.x) store_round(Rounds - 1, last_row, last_column);
+                locate(min(tile + (int)gridDim.x, tiles - 1), rows, columns, next_row, next_column);
+              }
+            }
+            if (round + 1 == Rounds) {
               ring.advance();
               a_slot = ring.slot == 0 ? a_first : a_slot + BlockM * BlockK / 16;
               b_slot = ring.slot == 0 ? b_first : b_slot + BlockN * BlockK / 16;
-              if (k_block + 1 < k_blocks) {
-                mbarrier_wait(&shared.full[ring.slot], ring.phase);
-                multiply_scales(scale_next, k_block + 1);
-              }
-              wgmma_wait<0>();
-              wgmma_hold(sum);
+              if (round > 0 && k_block + 1 == k_blocks) store_round(0, row, column);
+              if (k_block + 1 < k_blocks) mbarrier_wait(&shared.full[ring.slot], ring.phase);
             }
+            wgmma_wait<0>();
+            wgmma_hold(sum);
+            if (part == 0)
+#pragma unroll
+              for (int i = 0; i < BlockN / 2; ++i) total[round][i] = 0.0f;
             // BLANK 4: promote: total = sum * scale + total in one fused multiply-add, chunk of columns by chunk of columns
             // sum[i] belongs to the thread's first row where i / 2 is even, to the row 8 further where it is odd.
 #pragma unroll
@@ -254,26 +261,11 @@ overlapped(const __grid_constant__ TensorMap map_a, const __grid_constant__ Tens
             }
             // END BLANK
           }
-#pragma unroll
-          for (int round = 0; round < Rounds; ++round)
-#pragma unroll
-            for (int i = 0; i < ScaleBlocks; ++i) scale[round][0][i] = scale_next[round][0][i], scale[round][1][i] = scale_next[round][1][i];
         }
-        if (chunk_end == k_blocks) break;
-#pragma unroll
-        for (int i = 0; i < ScaleBlocks; ++i) held[i] = held_next[i];
-        fetch(held_next, tile, chunk + 2);
       }
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(&shared.empty[last_slot]);
-      if (tile + gridDim.x < tiles) {                                  // on their way while D is stored
-        fetch(held, tile + gridDim.x, 0);
-        fetch(held_next, tile + gridDim.x, 1);
-      }
-#pragma unroll
-      for (int round = 0; round < Rounds; ++round)
-        store_rows(total[round], map_d, D, shared.out[consumer * 4 + warp], m0 + 64 * round, n0, M, N);
+      last_row = row, last_column = column, row = next_row, column = next_column;
     }
+    if (blockIdx.x < tiles) store_round(Rounds - 1, last_row, last_column);
     if (StoreByTma && lane == 0) tma_store_wait<0>();                  // D is written before the kernel ends
   }
 }

@@ -18,6 +18,7 @@ TITLE = "Scales per block and two-level accumulation"
 PLAIN = (("tensor", "tensor"), ("row", "row"), ("tensor", "row"), ("row", "tensor"))
 BLOCK_K, CONSUMERS = 128, 2  # as in the kernels
 THREADS = 128 * (1 + CONSUMERS)
+ROUND_ROWS = 128  # of wgrad's tiles: loaded one by one, because some tiles have one round only
 SMS_OF_AN_H200 = 132  # what the simulator plans for
 EXERCISE_CONSTANTS = {"BLOCK_N": 96, "NUM_STAGES": 4, "ROUNDS": 2, "GROUP_M": 4, "STORE_BY_TMA": 1, "OUTPUT": "bf16",
                       "A_FORMAT": "e4m3", "B_FORMAT": "e4m3"}  # fmt: skip
@@ -44,9 +45,9 @@ class Tile:
 
 
 @functools.cache
-def kernel(source: Path, entry: str, constants: tuple) -> Kernel:
+def kernel(source: Path, entry: str, constants: tuple, dense_ffma: bool = False) -> Kernel:
     """The kernel for one tile's constants. M, N and K are arguments: a new shape with the same tile compiles nothing."""
-    return Kernel(source, entry, dict(constants))
+    return Kernel(source, entry, dict(constants), dense_ffma)
 
 
 def promoted(a: ScaledTensor, b: ScaledTensor, out: torch.Tensor, interval: int | None = 128, threshold: float = 0.0,
@@ -72,17 +73,14 @@ def block_scaled(a: ScaledTensor, b: ScaledTensor, out: torch.Tensor, tile: Tile
     return _launch(source, "block_scaled", a, b, out, (("1x128", "128x128"),), tile, scales=(scale_a,))
 
 
-L2_BYTES = 50e6  # of an H200, what one kernel can count on
+def overlapped(a: ScaledTensor, b: ScaledTensor, out: torch.Tensor, tile: Tile = Tile(2, 128, 8), scale_a: torch.Tensor | None = None,
+               dense_ffma: bool = True, source: Path = FOLDER / "kernel.cu"):  # fmt: skip
+    """The same; 256 rows per tile, and everything but promotion is done while a wgmma runs.
 
-
-def overlapped(a: ScaledTensor, b: ScaledTensor, out: torch.Tensor, tile: Tile | None = None, scale_a: torch.Tensor | None = None,
-               source: Path = FOLDER / "kernel.cu"):  # fmt: skip
-    """The same; 256 rows per tile, and the next block's scales are fetched under this block's wgmma.
-
-    tile  None: 256 x 128; more rows of tiles are worked on together where L2 does not hold both operands
+    dense_ffma   promotion's FFMAs are issued more densely than the compiler would (hopperlab.sass)
     """
-    tile = tile or Tile(2, 128, 4 if a.data.numel() + b.data.numel() < L2_BYTES else 8)
-    return _launch(source, "overlapped", a, b, out, (("1x128", "128x128"),), tile, {"ROUNDS": tile.rounds}, scales=(scale_a,))
+    more = {"ROUNDS": tile.rounds}
+    return _launch(source, "overlapped", a, b, out, (("1x128", "128x128"),), tile, more, scales=(scale_a,), dense_ffma=dense_ffma)
 
 
 def wgrad(a: ScaledTensor, b: ScaledTensor, out: torch.Tensor, accumulate: bool = False, tile: Tile = Tile(2, 128, 4),
@@ -97,7 +95,7 @@ def m_major(a: ScaledTensor, b: ScaledTensor) -> dict[str, torch.Tensor]:
     return {f"scale_{name}": scale_to_m_major(x.scale) for name, x in (("a", a), ("b", b)) if x.recipe == "1x128"}
 
 
-def _launch(source, entry, a, b, out, recipes, tile, more=(), scales=()):
+def _launch(source, entry, a, b, out, recipes, tile, more=(), scales=(), dense_ffma=False):
     """Check, choose constants, map the tensors, launch. The four steps differ in their scales and constants only."""
     m, n, k = check_operands(a, b, out, recipes=recipes)
     constants = dict(more)
@@ -110,25 +108,30 @@ def _launch(source, entry, a, b, out, recipes, tile, more=(), scales=()):
     row_bytes = tile.block_n * out.element_size()
     panel = next(span for span in (128, 64, 32) if row_bytes % span == 0)  # of a row of D, stored together: one swizzle span
     by_tma = n * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0
-    scale_bytes = {"promoted": 0, "wgrad": 4 * (tile.block_m + -(-tile.block_n // 32) * 32)}.get(entry, 4 * tile.block_m)
+    wide = tile.block_n & -tile.block_n
+    blocks = (128 - min(wide, 128) + tile.block_n - 1) // 128 + 1  # of B's scales that a tile can touch
+    scale_bytes = {"promoted": 0, "wgrad": 4 * (tile.block_m + -(-tile.block_n // 32) * 32),
+                   "overlapped": 4 * tile.block_m + -(-blocks // 4) * 16}.get(entry, 4 * tile.block_m)  # fmt: skip
     slot, staging = (tile.block_m + tile.block_n) * BLOCK_K + scale_bytes + 16, 4 * CONSUMERS * 16 * panel
     slots = min(6, (MAX_SHARED_BYTES - staging) // slot)
     constants |= {"BLOCK_N": tile.block_n, "NUM_STAGES": slots, "GROUP_M": tile.group_m, "STORE_BY_TMA": int(by_tma),
                   "A_FORMAT": a.format.name, "B_FORMAT": b.format.name}  # fmt: skip
     if entry != "wgrad":
         constants["OUTPUT"] = OUTPUT_TYPE[out.dtype]
+    rows_of_a = ROUND_ROWS if entry == "wgrad" else tile.block_m  # of one copy
     maps = [
-        TensorMap.tiled(for_tma("a", a.data), box=(BLOCK_K, tile.block_m), swizzle=128),
+        TensorMap.tiled(for_tma("a", a.data), box=(BLOCK_K, rows_of_a), swizzle=128),
         TensorMap.tiled(for_tma("b", b.data), box=(BLOCK_K, tile.block_n), swizzle=128),
     ]
-    for given, x, height in zip(scales, (a, b), (tile.block_m, tile.block_n)):
+    for given, x, height in zip(scales, (a, b), (rows_of_a, tile.block_n)):
         scale = scale_to_m_major(x.scale) if given is None else given
         maps.append(TensorMap.tiled(scale, box=(height, 1)))
     maps.append(TensorMap.tiled(out, box=(panel // out.element_size(), 16), swizzle=panel) if by_tma else maps[0])
     arguments = {"promoted": (a.scale, b.scale, out, m, n, k, scale_stride(a), scale_stride(b)), "wgrad": (out, m, n, k)}
     sms = torch.cuda.get_device_properties(out.device).multi_processor_count if out.is_cuda else SMS_OF_AN_H200
-    grid = min(-(-m // tile.block_m) * -(-n // tile.block_n), sms)
-    run = kernel(source, entry, tuple(sorted(constants.items())))[grid, THREADS, 1, shared_bytes(slots * slot, staging)]
+    tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
+    grid = min(tiles * (tile.rounds if entry == "wgrad" else 1), sms)  # wgrad can cut tiles in two
+    run = kernel(source, entry, tuple(sorted(constants.items())), dense_ffma)[grid, THREADS, 1, shared_bytes(slots * slot, staging)]
     return run(*maps, *arguments.get(entry, (b.scale, out, m, n, k)))
 
 
@@ -159,7 +162,7 @@ STEPS = [
          expected=unscaled_then_scaled, recipes=PLAIN),
     Step("block scaled", "a scale per 1x128 of A and 128x128 of B", "block_scaled.cu", "cuda", block_scaled, expected=_blocks, recipes=BLOCKS,
          prepare=m_major),
-    Step("overlapped", "256 rows per tile; the next block's scales fetched under wgmma", "kernel.cu", "cuda", overlapped, expected=_blocks,
+    Step("overlapped", "256 rows per tile; scales, waits and stores under wgmma", "kernel.cu", "cuda", overlapped, expected=_blocks,
          tile=(256, 128), recipes=BLOCKS, prepare=m_major),
     Step("wgrad", "both operands with 1x128 scales, FP32 result, accumulated", "wgrad.cu", "cuda", wgrad, expected=_blocks,
          tile=(256, 128), recipes=GRADIENT, prepare=m_major, out_dtypes=(torch.float32,)),

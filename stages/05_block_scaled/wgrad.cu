@@ -1,5 +1,7 @@
 // Stage 05, step 4: the weight gradient. Both operands are gradients or activations, so both have scales per 1x128, and the
-// result is FP32, added to what was accumulated before.
+// result is FP32, added to what was accumulated before. Each product costs an FMUL beside its FFMA, which wgmma does not hide, so
+// nothing is gained by doing more at a time; but where the last wave of tiles would leave half of the SMs without work, its tiles
+// are cut in two, and it takes half as long.
 //
 //   D[m][n] = C[m][n] + sum over blocks k' of (scale_a[m][k'] * scale_b[n][k']) * sum over k in k' of A[m][k] * B[n][k]
 //
@@ -12,7 +14,8 @@
 
 // Constants from the host, bound once.
 constexpr int Rounds = ROUNDS;             // wgmma tiles of 64 rows per consumer: 1 or 2
-constexpr int BlockM = 128 * Rounds;       // outputs of a CTA's tile along m
+constexpr int RoundRows = 128;             // rows of a tile that one round multiplies, 64 for each consumer
+constexpr int BlockM = RoundRows * Rounds; // outputs of a CTA's tile along m
 constexpr int BlockN = BLOCK_N;            // along n: a multiple of 16. Registers hold (Rounds + 1) * BlockN / 2 sums: at most 192
 constexpr int BlockK = 128;                // bytes of k in one slot of the ring
 constexpr int Stages = NUM_STAGES;         // slots of the ring
@@ -49,14 +52,28 @@ struct Ring {                              // a place in the ring, the same for 
   }
 };
 
-// Tile `index` -> its row and column, in groups of GroupM rows: within a group m runs fastest.
-__device__ void locate(int index, int rows, int columns, int& row, int& column) {
-  const int first = index / (GroupM * columns) * GroupM;
-  const int height = min(GroupM, rows - first);
-  const int within = index % (GroupM * columns);
-  row = first + within % height;
-  column = within / height;
-}
+struct Work {                              // a tile, or a half of one: its first output, and how many rounds of rows it has
+  int m, n, rounds;
+};
+
+// The tiles that fill whole waves come first, whole; those of the last wave in halves, if each CTA then has at most one of them.
+struct Schedule {
+  int rows, columns, whole, items;
+  bool halves;
+  __device__ Schedule(int M, int N) : rows((M + BlockM - 1) / BlockM), columns((N + BlockN - 1) / BlockN) {
+    const int tiles = rows * columns, ctas = gridDim.x, rest = tiles % ctas;
+    halves = Rounds == 2 && 2 * rest <= ctas;
+    whole = halves ? tiles - rest : tiles;
+    items = whole + 2 * (tiles - whole);
+  }
+  __device__ Work operator[](int item) const {
+    const bool half = item >= whole;
+    const int index = half ? whole + (item - whole) / 2 : item;
+    const int first = index / (GroupM * columns) * GroupM;               // in groups of GroupM rows: within a group m runs fastest
+    const int height = min(GroupM, rows - first), within = index % (GroupM * columns);
+    return {(first + within % height) * BlockM + (half ? (item - whole) % 2 * RoundRows : 0), within / height * BlockN, half ? 1 : Rounds};
+  }
+};
 
 // One warp writes 16 rows of D, from row m0 and column n0. total: what a wgmma leaves in a thread's registers.
 __device__ void store_rows(const float (&total)[BlockN / 2], const TensorMap& map_d, Output* __restrict__ D, u8* panel, int m0, int n0, int M, int N) {
@@ -111,8 +128,8 @@ wgrad(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap
   Shared& shared = *reinterpret_cast<Shared*>(raw);
   // The shuffle tells the compiler that a warp's threads agree on it, so that descriptors stay in uniform registers.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-  const int rows = (M + BlockM - 1) / BlockM, columns = (N + BlockN - 1) / BlockN;
-  const int tiles = rows * columns, k_blocks = (K + BlockK - 1) / BlockK;
+  const Schedule schedule(M, N);
+  const int k_blocks = (K + BlockK - 1) / BlockK;
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < Stages; ++s) {
@@ -128,72 +145,77 @@ wgrad(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap
     registers_decrease<ProducerRegisters>();
     if (threadIdx.x == 0) {
       Ring ring;
-      for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        int row, column;
-        locate(tile, rows, columns, row, column);
+      for (int item = blockIdx.x; item < schedule.items; item += gridDim.x) {
+        const Work work = schedule[item];
 #pragma unroll 1
         for (int k_block = 0; k_block < k_blocks; ++k_block, ring.advance()) {
+          u64* full = &shared.full[ring.slot];
           mbarrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
-          mbarrier_arrive_expect_tx(&shared.full[ring.slot], (BlockM + BlockN) * (BlockK + sizeof(float)));
-          tma_load_2d(shared.a[ring.slot], &map_a, &shared.full[ring.slot], k_block * BlockK, row * BlockM);
-          tma_load_2d(shared.scale_a[ring.slot], &map_scale_a, &shared.full[ring.slot], row * BlockM, k_block);
-          tma_load_2d(shared.scale_b[ring.slot], &map_scale_b, &shared.full[ring.slot], column * BlockN, k_block);
-          tma_load_2d(shared.b[ring.slot], &map_b, &shared.full[ring.slot], k_block * BlockK, column * BlockN);
+          mbarrier_arrive_expect_tx(full, (work.rounds * RoundRows + BlockN) * (BlockK + sizeof(float)));
+          for (int round = 0; round < work.rounds; ++round) {
+            const int first = round * RoundRows;
+            tma_load_2d(shared.a[ring.slot] + first * BlockK, &map_a, full, k_block * BlockK, work.m + first);
+            tma_load_2d(shared.scale_a[ring.slot] + first, &map_scale_a, full, work.m + first, k_block);
+          }
+          tma_load_2d(shared.scale_b[ring.slot], &map_scale_b, full, work.n, k_block);
+          tma_load_2d(shared.b[ring.slot], &map_b, full, k_block * BlockK, work.n);
         }
       }
     }
   } else {
-    // ---- consumers: 64 rows of the tile each ------------------------------------------------------------------------
+    // ---- consumers: 64 rows of each round -----------------------------------------------------------------------------
     registers_increase<ConsumerRegisters>();
     const int consumer = warpgroup - 1;
-    const u64 a_first = matrix_descriptor(shared_address(shared.a[0]) + consumer * Rounds * 64 * BlockK, Swizzle::Bytes128, 8 * BlockK);
+    const u64 a_first = matrix_descriptor(shared_address(shared.a[0]) + consumer * 64 * BlockK, Swizzle::Bytes128, 8 * BlockK);
     const u64 b_first = matrix_descriptor(shared_address(shared.b[0]), Swizzle::Bytes128, 8 * BlockK);
-    const int my_row = consumer * Rounds * 64 + warp * 16 + lane / 4;    // of the tile; the thread's other row is 8 further
+    const int my_row = consumer * 64 + warp * 16 + lane / 4;             // of a round; the thread's other row is 8 further
     Ring ring;
     u64 a_slot = a_first, b_slot = b_first;                            // descriptors of the current slot
-    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-      int row, column;
-      locate(tile, rows, columns, row, column);
-      const int m0 = row * BlockM + consumer * Rounds * 64 + warp * 16, n0 = column * BlockN;   // of this warp
-
-      float total[Rounds][BlockN / 2], sum[BlockN / 2];                // FP32 on CUDA cores; the tensor core's accumulator
+    for (int item = blockIdx.x; item < schedule.items; item += gridDim.x) {
+      const Work work = schedule[item];
+      // Compiled for a half and for a whole tile: so there is no branch around a wgmma.
 #pragma unroll
-      for (int round = 0; round < Rounds; ++round)
+      for (int known = 1; known <= Rounds; ++known) {
+        if (work.rounds != known) continue;
+        float total[Rounds][BlockN / 2], sum[BlockN / 2];            // FP32 on CUDA cores; the tensor core's accumulator
 #pragma unroll
-        for (int i = 0; i < BlockN / 2; ++i) total[round][i] = 0.0f;
+        for (int round = 0; round < known; ++round)
+#pragma unroll
+          for (int i = 0; i < BlockN / 2; ++i) total[round][i] = 0.0f;
 
 #pragma unroll 1
-      for (int k_block = 0; k_block < k_blocks; ++k_block) {
-        mbarrier_wait(&shared.full[ring.slot], ring.phase);
+        for (int k_block = 0; k_block < k_blocks; ++k_block) {
+          mbarrier_wait(&shared.full[ring.slot], ring.phase);
 #pragma unroll
-        for (int round = 0; round < Rounds; ++round) {
-          const u64 a_round = a_slot + round * (64 * BlockK / 16);
-          wgmma_fence();
-          for (int k = 0; k < BlockK; k += 32) wgmma<BlockN, A_FORMAT, B_FORMAT>(sum, a_round + k / 16, b_slot + k / 16, k > 0);
-          wgmma_commit();
-          const float scale_a[2] = {shared.scale_a[ring.slot][my_row + 64 * round], shared.scale_a[ring.slot][my_row + 64 * round + 8]};
-          wgmma_wait<0>();
-          wgmma_hold(sum);
+          for (int round = 0; round < known; ++round) {
+            const u64 a_round = a_slot + round * (RoundRows * BlockK / 16);
+            wgmma_fence();
+            for (int k = 0; k < BlockK; k += 32) wgmma<BlockN, A_FORMAT, B_FORMAT>(sum, a_round + k / 16, b_slot + k / 16, k > 0);
+            wgmma_commit();
+            const float scale_a[2] = {shared.scale_a[ring.slot][my_row + round * RoundRows], shared.scale_a[ring.slot][my_row + round * RoundRows + 8]};
+            wgmma_wait<0>();
+            wgmma_hold(sum);
 #pragma unroll
-          for (int j = 0; j < BlockN / 8; ++j) {                         // columns 8j + lane % 4 * 2 and the next, of both rows
-            const float2 scale_b = *reinterpret_cast<const float2*>(&shared.scale_b[ring.slot][8 * j + lane % 4 * 2]);
+            for (int j = 0; j < BlockN / 8; ++j) {                         // columns 8j + lane % 4 * 2 and the next, of both rows
+              const float2 scale_b = *reinterpret_cast<const float2*>(&shared.scale_b[ring.slot][8 * j + lane % 4 * 2]);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              float* t = total[round] + 4 * j + 2 * half;
-              t[0] = __fmaf_rn(sum[4 * j + 2 * half], scale_a[half] * scale_b.x, t[0]);
-              t[1] = __fmaf_rn(sum[4 * j + 2 * half + 1], scale_a[half] * scale_b.y, t[1]);
+              for (int half = 0; half < 2; ++half) {
+                float* t = total[round] + 4 * j + 2 * half;
+                t[0] = __fmaf_rn(sum[4 * j + 2 * half], scale_a[half] * scale_b.x, t[0]);
+                t[1] = __fmaf_rn(sum[4 * j + 2 * half + 1], scale_a[half] * scale_b.y, t[1]);
+              }
             }
           }
+          __syncwarp();                                                  // all lanes have read their scales
+          if (lane == 0) mbarrier_arrive(&shared.empty[ring.slot]);
+          ring.advance();
+          a_slot = ring.slot == 0 ? a_first : a_slot + BlockM * BlockK / 16;
+          b_slot = ring.slot == 0 ? b_first : b_slot + BlockN * BlockK / 16;
         }
-        __syncwarp();                                                  // all lanes have read their scales
-        if (lane == 0) mbarrier_arrive(&shared.empty[ring.slot]);
-        ring.advance();
-        a_slot = ring.slot == 0 ? a_first : a_slot + BlockM * BlockK / 16;
-        b_slot = ring.slot == 0 ? b_first : b_slot + BlockN * BlockK / 16;
-      }
 #pragma unroll
-      for (int round = 0; round < Rounds; ++round)
-        store_rows(total[round], map_d, D, shared.out[consumer * 4 + warp], m0 + 64 * round, n0, M, N);
+        for (int round = 0; round < known; ++round)
+          store_rows(total[round], map_d, D, shared.out[consumer * 4 + warp], work.m + round * RoundRows + consumer * 64 + warp * 16, work.n, M, N);
+      }
     }
     if (StoreByTma && lane == 0) tma_store_wait<0>();                  // D is written before the kernel ends
   }

@@ -42,8 +42,7 @@ class Sizes:
     )  # fmt: skip
     masked_room: int = 2  # rows of a masked buffer, in tokens of a group
     dense: tuple[tuple[int, int, int], ...] = tuple(
-        (m, n, k) for m in (1, 16, 64, 128)
-        for n, k in ((2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048))
+        (m, n, k) for m in (1, 16, 64, 128) for n, k in ((2112, 7168), (24576, 1536), (4096, 7168), (7168, 2048))
     )  # fmt: skip
     routed: tuple[int, int, int, int, int] = (4096, 8, 64, 4096, 2048)  # tokens, experts of each token, experts, N, K
     timed: bool = True

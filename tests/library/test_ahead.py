@@ -23,7 +23,7 @@ def compiled(tmp_path, monkeypatch):
     """The constants of each compilation, which takes no time here. Nothing is on disk nor in memory."""
     seen = []
 
-    def compile_nothing(source, name, headers, options):
+    def compile_nothing(source, name, headers, options, dense_ffma):
         seen.append(tuple(option for option in options if option.startswith("-D")))
         return compiler.Compiled("", b"", "")
 

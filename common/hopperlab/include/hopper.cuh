@@ -296,6 +296,16 @@ __device__ __forceinline__ void tma_store_5d(const TensorMap* map, const void* s
       ::"l"(map), "r"(shared_address(source)), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v) : "memory");
 }
 
+// The same with an L2 policy.
+__device__ __forceinline__ void tma_store_2d(const TensorMap* map, const void* source, int x, int y, u64 policy) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group.L2::cache_hint [%0, {%2, %3}], [%1], %4;"
+               ::"l"(map), "r"(shared_address(source)), "r"(x), "r"(y), "l"(policy) : "memory");
+}
+__device__ __forceinline__ void tma_store_3d(const TensorMap* map, const void* source, int x, int y, int z, u64 policy) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group.L2::cache_hint [%0, {%2, %3, %4}], [%1], %5;"
+               ::"l"(map), "r"(shared_address(source)), "r"(x), "r"(y), "r"(z), "l"(policy) : "memory");
+}
+
 // Shared, added to global, element by element in the map's element type. The order in which CTAs add is not defined, so
 // float results can differ from run to run. Coordinates and clipping as for stores. ISA: cp.reduce.async.bulk.tensor.
 __device__ __forceinline__ void tma_reduce_add_1d(const TensorMap* map, const void* source, int x) {

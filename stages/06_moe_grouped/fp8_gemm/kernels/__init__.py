@@ -26,7 +26,9 @@ SMS_OF_AN_H200 = 132  # what plans for the simulator are made for
 def kernel(constants: tuple) -> Kernel:
     """The kernel for one plan's constants. M, N and K are arguments: a new shape with the same plan compiles nothing, and all M of one
     N and K have about a dozen plans."""
-    return Kernel(SOURCE, "gemm", dict(constants))
+    macros = dict(constants)
+    # Where each row of Y has a scale of its own, each FFMA has a factor of its own: there is no operand to keep.
+    return Kernel(SOURCE, "gemm", macros, dense_ffma=not macros["VECTOR_Y"])
 
 
 def run(problem: Problem, operands: Operands, out: torch.Tensor, **overrides) -> None:

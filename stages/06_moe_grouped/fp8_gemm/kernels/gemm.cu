@@ -51,6 +51,12 @@ constexpr int Chunk = VectorY ? 8 : (BlockY & -BlockY) < 128 ? BlockY & -BlockY 
 constexpr int ScaleBlocks = VectorY ? 1 : (128 - Chunk + BlockY - 1) / 128 + 1;
 constexpr int ScalesY = VectorY ? BlockY : (ScaleBlocks + 3) / 4 * 4;  // whole 16 bytes: the compiler reads them at once
 
+// L2 keeps the operand that is read again soon, where that is no more than 20 of its 50 MB.
+constexpr long long KeptBytes = 20 << 20;
+
+// Outputs are stored while the tensor core works on what follows: the accumulator holds none of them, where sums are promoted.
+constexpr bool Late = Interval > 0 && Splits == 1;
+
 // A factor of its own for every output is read, and multiplied, beside wgmma where registers allow, else after it.
 constexpr bool EarlyFactors = VectorY && Rounds == 1 && BlockY <= 128;
 
@@ -225,52 +231,68 @@ __device__ __forceinline__ void store_rows(const float (&total)[BlockY / 2], con
                                            const Tile& tile, int x) {
   const int lane = threadIdx.x % 32;
   if constexpr (StoreByTma) {
-    // TMA clips at the end of D; where D goes on after the tile's last row, it must not be used for the rows around that end.
-    if (Problem == Dense || Problem == KGrouped || x + 16 <= tile.x_end) {
 #pragma unroll                                                           // total must be indexed by constants to stay in registers
-      for (int first = 0; first < BlockY; first += PanelColumns) {
-        if (lane == 0) tma_store_wait_read<0>();                       // the panel's last store has read it
-        __syncwarp();
-        // Byte b of row r lies at r * PanelBytes + b, its 16-byte chunk xored with the row as the map's swizzle has it.
-        auto place = [&](int row, int byte) {
-          const int offset = row * PanelBytes + byte;
-          return panel + (offset ^ (offset >> 3 & (PanelBytes - 16)));
-        };
+    for (int first = 0; first < BlockY; first += PanelColumns) {
+      if (lane == 0) tma_store_wait_read<0>();                         // the panel's last store has read it
+      __syncwarp();
+      // Byte b of row r lies at r * PanelBytes + b, its 16-byte chunk xored with the row as the map's swizzle has it.
+      auto place = [&](int row, int byte) {
+        const int offset = row * PanelBytes + byte;
+        return panel + (offset ^ (offset >> 3 & (PanelBytes - 16)));
+      };
 #pragma unroll
-        for (int n = 0; n < PanelColumns; n += 16) {                   // 8 registers: 16 columns of two rows, 2 per step of 8
-          float v[8];
+      for (int n = 0; n < PanelColumns; n += 16) {                     // 8 registers: 16 columns of two rows, 2 per step of 8
+        float v[8];
 #pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            const int column = tile.y + first + n + i / 4 * 8 + lane % 4 * 2 + i % 2;
-            v[i] = total[(first + n) / 2 + i];
-            if (Bias && column < tile.y_end) v[i] += to.bias[column];
-          }
-          if constexpr (sizeof(Output) == 2) {
-            store_matrix_x4(place(lane % 16, n * 2 + lane / 16 * 16), pack<Output>(v[0], v[1]), pack<Output>(v[2], v[3]),
-                            pack<Output>(v[4], v[5]), pack<Output>(v[6], v[7]));
-          } else {
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-              *reinterpret_cast<float2*>(place(lane / 4 + i % 2 * 8, (n + i / 2 * 8 + lane % 4 * 2) * 4)) =
-                  make_float2(v[2 * i], v[2 * i + 1]);
-          }
+        for (int i = 0; i < 8; ++i) {
+          const int column = tile.y + first + n + i / 4 * 8 + lane % 4 * 2 + i % 2;
+          v[i] = total[(first + n) / 2 + i];
+          if (Bias && column < tile.y_end) v[i] += to.bias[column];
         }
-        fence_proxy_async_shared();                                    // the stores above become visible to TMA
-        __syncwarp();
-        if (lane == 0) {
-          const int group = Problem == Masked || Problem == KGrouped ? tile.group : 0;
-          // Every element is added to once, so the sum does not depend on timing. The host sets both only for FP32.
-          if constexpr (Accumulate) tma_reduce_add_3d(&map_d, panel, tile.y + first, x, group);
-          else tma_store_3d(&map_d, panel, tile.y + first, x, group);
-          tma_store_commit();
+        if constexpr (sizeof(Output) == 2) {
+          store_matrix_x4(place(lane % 16, n * 2 + lane / 16 * 16), pack<Output>(v[0], v[1]), pack<Output>(v[2], v[3]),
+                          pack<Output>(v[4], v[5]), pack<Output>(v[6], v[7]));
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            *reinterpret_cast<float2*>(place(lane / 4 + i % 2 * 8, (n + i / 2 * 8 + lane % 4 * 2) * 4)) =
+                make_float2(v[2 * i], v[2 * i + 1]);
         }
       }
-      return;
+      const int group = Problem == Masked || Problem == KGrouped ? tile.group : 0;
+      // TMA clips at the end of D. Where D goes on after the tile's last row, the rows before that end are copied one by one.
+      if ((Problem == Contiguous || Problem == Masked) && x + 16 > tile.x_end) {
+        __syncwarp();
+        constexpr int Chunks = PanelBytes / 16, Elements = 16 / sizeof(Output);   // 16 bytes each
+#pragma unroll 1
+        for (int i = lane; i < 16 * Chunks; i += 32) {
+          const int row = i / Chunks, column = tile.y + first + i % Chunks * Elements;
+          if (x + row >= tile.x_end || column >= tile.y_end) continue;
+          int4* there = reinterpret_cast<int4*>(&to.D[((long long)group * to.rows + x + row) * to.row_length + column]);
+          if constexpr (Accumulate) {                                  // FP32
+            const float4 here = *reinterpret_cast<const float4*>(place(row, i % Chunks * 16));
+            float4* d = reinterpret_cast<float4*>(there);
+            *d = make_float4(d->x + here.x, d->y + here.y, d->z + here.z, d->w + here.w);
+          } else {
+            *there = *reinterpret_cast<const int4*>(place(row, i % Chunks * 16));
+          }
+        }
+        continue;
+      }
+      fence_proxy_async_shared();                                      // the stores above become visible to TMA
+      __syncwarp();
+      if (lane == 0) {
+        // Every element is added to once, so the sum does not depend on timing. The host sets both only for FP32.
+        if constexpr (Accumulate) tma_reduce_add_3d(&map_d, panel, tile.y + first, x, group);
+        else tma_store_3d(&map_d, panel, tile.y + first, x, group, L2EvictFirst);
+        tma_store_commit();
+      }
     }
-  }
+  } else {
 #pragma unroll
-  for (int i = 0; i < BlockY / 2; ++i)
-    to.store_one(tile, x + lane / 4 + i / 2 % 2 * 8, tile.y + i / 4 * 8 + lane % 4 * 2 + i % 2, total[i]);
+    for (int i = 0; i < BlockY / 2; ++i)
+      to.store_one(tile, x + lane / 4 + i / 2 % 2 * 8, tile.y + i / 4 * 8 + lane % 4 * 2 + i % 2, total[i]);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(Threads, CtasPerSm)
@@ -309,6 +331,10 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
     registers_decrease<ProducerRegisters>();
     if (warp == 0) {
       // ---- tiles: one thread fills the ring ---------------------------------------------------------------------------
+      // X's rows are read again for the next column of tiles, Y's not before the next GroupX rows. Swapped, there is one column
+      // of tiles, and each of them reads Y again.
+      const bool fits = (long long)(Swapped ? BlockY : GroupX * BlockX) * problem.k <= KeptBytes;
+      const u64 again = fits ? L2EvictLast : L2EvictNormal, policy_x = Swapped ? L2EvictFirst : again, policy_y = Swapped ? again : L2EvictFirst;
       Ring ring;
       Tile tile;
       Scheduler scheduler{problem};
@@ -319,8 +345,8 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
           if (lane == 0) {
             mbarrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
             mbarrier_arrive_expect_tx(&shared.full[ring.slot], (BlockX + BlockY) * BlockK);
-            tma_load_3d(shared.x[ring.slot], &map_x, &shared.full[ring.slot], k_block * BlockK, tile.x, group_x);
-            tma_load_3d(shared.y[ring.slot], &map_y, &shared.full[ring.slot], k_block * BlockK, tile.y, group_y);
+            tma_load_3d(shared.x[ring.slot], &map_x, &shared.full[ring.slot], k_block * BlockK, tile.x, group_x, policy_x);
+            tma_load_3d(shared.y[ring.slot], &map_y, &shared.full[ring.slot], k_block * BlockK, tile.y, group_y, policy_y);
           }
           __syncwarp();
         }
@@ -341,15 +367,43 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
     const Destination to = {D, bias, d_rows, d_row_length};
     Ring ring;
     u64 x_slot = x_first, y_slot = y_first;                            // descriptors of the current slot
-    Tile tile;
+    int last_slot = -1;                                                // of the block before this one, which was not given back yet
     Scheduler scheduler{problem};
-    while (scheduler.next(tile)) {
-      float total[Rounds][BlockY / 2];                                 // FP32 on CUDA cores
+    Tile tile, following, before;                                      // this one, the next, the last
+    float total[Rounds][BlockY / 2], sum[BlockY / 2];                  // FP32 on CUDA cores; the tensor core's accumulator
+    auto clear = [&]() {
 #pragma unroll
       for (int round = 0; round < Rounds; ++round)
 #pragma unroll
         for (int i = 0; i < BlockY / 2; ++i) total[round][i] = 0.0f;
-
+    };
+    auto store = [&](int round, const Tile& there) {
+      const int x = there.x + consumer * Rounds * 64 + warp * 16 + round * 64;
+      store_rows(total[round], map_d, to, shared.out[consumer * 4 + warp], there, x);
+    };
+    // Late: a tile's last round is stored under the next tile's first wgmma, and a first of two under the tile's last one.
+    bool waits = false;                                                // the last round of `before`
+    auto store_late = [&]() {
+      if (waits) store(Rounds - 1, before);
+      waits = false;
+    };
+    auto give_back = [&](int slot) {
+      __syncwarp();                                                    // all lanes have read their scales
+      if (lane == 0) mbarrier_arrive(&shared.empty[slot]);
+    };
+    auto advance = [&]() {
+      ring.advance();
+      x_slot = ring.slot == 0 ? x_first : x_slot + BlockX * BlockK / 16;
+      y_slot = ring.slot == 0 ? y_first : y_slot + BlockY * BlockK / 16;
+    };
+    auto multiply = [&](float (&sum)[BlockY / 2], int round, bool accumulate) {
+      wgmma_fence();
+      for (int k = 0; k < BlockK; k += 32)
+        wgmma<BlockY, X_FORMAT, Y_FORMAT>(sum, x_slot + (round * 64 * BlockK + k) / 16, y_slot + k / 16, accumulate || k > 0);
+      wgmma_commit();
+    };
+    bool more = scheduler.next(tile);
+    while (more) {
       // Scales of a slot's block: of this thread's two rows in each round, times those of the blocks that the tile touches.
       float scale[Rounds][2][ScaleBlocks];
       auto read_scales = [&](int slot) {
@@ -375,26 +429,10 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
           if (tile.y % 128 + column / Chunk * Chunk >= 128 * block) factor = scale[round][i / 2 % 2][block];
         return factor;
       };
-      auto give_back = [&](int slot) {
-        __syncwarp();                                                  // all lanes have read their scales
-        if (lane == 0) mbarrier_arrive(&shared.empty[slot]);
-      };
-      auto advance = [&]() {
-        ring.advance();
-        x_slot = ring.slot == 0 ? x_first : x_slot + BlockX * BlockK / 16;
-        y_slot = ring.slot == 0 ? y_first : y_slot + BlockY * BlockK / 16;
-      };
-
-      auto multiply = [&](float (&sum)[BlockY / 2], int round, bool accumulate) {
-        wgmma_fence();
-        for (int k = 0; k < BlockK; k += 32)
-          wgmma<BlockY, X_FORMAT, Y_FORMAT>(sum, x_slot + (round * 64 * BlockK + k) / 16, y_slot + k / 16, accumulate || k > 0);
-        wgmma_commit();
-      };
 
       if constexpr (Interval == 0) {
+        clear();
         // One accumulator over all of k: the next block's wgmma is issued before this one's is waited for.
-        int last_slot = 0;
 #pragma unroll 1
         for (int k_block = tile.k_block; k_block < tile.k_end; ++k_block) {
           mbarrier_wait(&shared.full[ring.slot], ring.phase);
@@ -415,43 +453,55 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
             for (int i = 0; i < BlockY / 2; ++i) total[round][i] *= factor_of(round, i, last_slot);
         }
         if (tile.k_block < tile.k_end) give_back(last_slot);
-      } else if (tile.k_block < tile.k_end) {
-        float sum[BlockY / 2];                                         // the tensor core's accumulator, used by the rounds in turn
-        int last_slot = 0;
-        mbarrier_wait(&shared.full[ring.slot], ring.phase);
+      } else if (Problem != KGrouped || tile.k_block < tile.k_end) {    // the host gives the others at least one block
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {                         // the first block apart: there is no total yet
 #pragma unroll 1
-        for (int k_block = tile.k_block; k_block < tile.k_end; ++k_block) {
-          const int slot = ring.slot, in_interval = (k_block - tile.k_block) % Interval;
-          const bool promotes = Interval == 1 || in_interval + 1 == Interval || k_block + 1 == tile.k_end;
+          for (int k_block = tile.k_block + part; k_block < (part == 0 ? tile.k_block + 1 : tile.k_end); ++k_block) {
+            const int slot = ring.slot, in_interval = part == 0 ? 0 : (k_block - tile.k_block) % Interval;
+            const bool ends = k_block + 1 == tile.k_end, promotes = Interval == 1 || in_interval + 1 == Interval || ends;
+            if (part == 0) mbarrier_wait(&shared.full[slot], ring.phase);
 #pragma unroll
-          for (int round = 0; round < Rounds; ++round) {
-            multiply(sum, round, Interval > 1 && in_interval > 0);
-            // While the tensor core works: the last block's slot is given back, this block's scales, the next block's barrier.
-            if (round == 0) {
-              if (k_block > tile.k_block) give_back(last_slot);
-              last_slot = slot;
-              read_scales(slot);
-            }
-            float factors[EarlyFactors ? BlockY / 2 : 1];
-            if constexpr (EarlyFactors) {
+            for (int round = 0; round < Rounds; ++round) {
+              multiply(sum, round, Interval > 1 && in_interval > 0);
+              // While the tensor core works: the last block's slot is given back, this block's scales, the next block's barrier.
+              if (round == 0) {
+                if (last_slot >= 0) give_back(last_slot);
+                last_slot = slot;
+                read_scales(slot);
+              }
+              float factors[EarlyFactors ? BlockY / 2 : 1];
+              if constexpr (EarlyFactors) {
 #pragma unroll
-              for (int i = 0; i < BlockY / 2; ++i) factors[i] = factor_of(round, i, slot);
-              wgmma_hold(factors);
-            }
-            if (round + 1 == Rounds) {
-              advance();
-              if (k_block + 1 < tile.k_end) mbarrier_wait(&shared.full[ring.slot], ring.phase);
-            }
-            wgmma_wait<0>();
-            wgmma_hold(sum);
-            if (promotes)
+                for (int i = 0; i < BlockY / 2; ++i) factors[i] = factor_of(round, i, slot);
+                wgmma_hold(factors);
+              }
+              if (part == 0 && round == 0) {                           // and, once for each tile, the last one's outputs and the next tile
+                if (Late) store_late();
+                more = scheduler.next(following);
+              }
+              if (round + 1 == Rounds) {
+                advance();
+                if (Late && round > 0 && ends) store(0, tile);
+                if (!ends) mbarrier_wait(&shared.full[ring.slot], ring.phase);
+              }
+              wgmma_wait<0>();
+              wgmma_hold(sum);
 #pragma unroll
-              for (int i = 0; i < BlockY / 2; ++i)
-                total[round][i] = __fmaf_rn(sum[i], EarlyFactors ? factors[i] : factor_of(round, i, slot), total[round][i]);
+              for (int i = 0; i < BlockY / 2; ++i) {
+                const float so_far = part == 0 ? 0.0f : total[round][i];
+                if (promotes) total[round][i] = __fmaf_rn(sum[i], EarlyFactors ? factors[i] : factor_of(round, i, slot), so_far);
+                else total[round][i] = so_far;
+              }
+            }
           }
         }
-        give_back(last_slot);
+      } else {
+        if (Late) store_late();
+        clear();
+        if (Late && Rounds > 1) store(0, tile);
       }
+      if (Interval == 0 || (Problem == KGrouped && tile.k_block >= tile.k_end)) more = scheduler.next(following);
 
       if constexpr (Splits > 1) {
         // The others leave their sums in the shared memory of the CTA with the first split, which adds them up in the order of the
@@ -466,7 +516,7 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
             float4* there = &parts[((tile.split - 1) * Values + i) / 4 * Stride];
             store_async(there, &shared.parts_full[consumer], 0, make_float4(four[0], four[1], four[2], four[3]));
           }
-          continue;
+          break;
         }
         mbarrier_wait_cluster(&shared.parts_full[consumer], 0);
         // Fours of registers of all threads side by side: register i of split s is at ((s - 1) * Values + i) / 4 * 4 * Stride + i % 4.
@@ -492,11 +542,15 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
             }
         }
       }
-      // Not a loop: the compiler would not unroll one of this size, and total would leave the registers.
-      const int x = tile.x + consumer * Rounds * 64 + warp * 16;
-      store_rows(total[0], map_d, to, shared.out[consumer * 4 + warp], tile, x);
-      if constexpr (Rounds == 2) store_rows(total[1], map_d, to, shared.out[consumer * 4 + warp], tile, x + 64);
+      if constexpr (Late) {
+        before = tile, waits = true;
+      } else {
+        store(0, tile);                                                // not a loop: the compiler would not unroll one of this size
+        if constexpr (Rounds == 2) store(1, tile);
+      }
+      tile = following;
     }
+    if (Late) store_late();
     if (StoreByTma && lane == 0) tma_store_wait<0>();                  // D is written before the kernel ends
   }
 }

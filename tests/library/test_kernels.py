@@ -1,6 +1,8 @@
 """The library's kernel against the bit-exact model: every kind, swap, split, epilogue, ragged and empty. On a Hopper GPU the same
 tests run there; on a CPU the kernel runs on the simulator, which also reports races, deadlocks and stray writes."""
 
+import struct
+
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from fp8_gemm import kernels
 from fp8_gemm.plan import plan
 from fp8_gemm.problem import Operands, Problem
-from hopperlab import capability, check, reference
+from hopperlab import capability, check, reference, sass
 from hopperlab.quantize import ScaledTensor, scale_to_m_major
 
 DEVICE = torch.device(capability.device())
@@ -249,9 +251,39 @@ def test_kernels_compile_without_spills_or_injected_waits():
         ("dense", BLOCKS, 128, BF16, dict(block_m=128, block_n=96, swap_ab=False, split_k=2)),
         ("dense", ("row", "row"), None, BF16, dict(block_m=128, block_n=256, swap_ab=False, split_k=1)),
         ("contiguous", BLOCKS, 128, BF16, dict(block_m=256, block_n=128, swap_ab=False)),
+        ("contiguous", BLOCKS, 128, BF16, dict(block_m=128, block_n=192, swap_ab=False)),
+        ("masked", BLOCKS, 128, BF16, dict(block_m=256, block_n=128, swap_ab=False)),
+        ("masked", BLOCKS, 128, BF16, dict(block_m=64, block_n=128, swap_ab=False)),
         ("masked", BLOCKS, 128, BF16, dict(block_m=16, block_n=128, swap_ab=True)),
         ("k_grouped", GRADIENT, 128, FP32, dict(block_m=256, block_n=128, swap_ab=False)),
     ):
         problem = Problem(kind, 512, 512, 1024, 1 if kind == "dense" else 4, *recipes, out_dtype=dtype, interval=interval)
         made = kernels.kernel(tuple(kernels.constants_of(problem, plan(problem, 132, **overrides)).items()))
         assert made.compiled.problems == [], (kind, overrides)
+
+
+QGMMA, R2UR = 0x9F3, 0x2CA  # opcodes: wgmma for FP8; a register's value to a uniform register
+
+
+@pytest.mark.parametrize("problem, overrides", [
+    (Problem("dense", 4096, 4096, 4096), {"block_m": 256}),
+    (Problem("dense", 4096, 2112, 7168), {"block_m": 128, "block_n": 192}),
+    (Problem("dense", 16, 4096, 7168), {"split_k": 3}),
+    (Problem("dense", 4096, 4096, 4096, recipe_a="tensor", recipe_b="tensor", interval=None), {}),
+    (Problem("contiguous", 4096, 4096, 7168, 8), {"block_m": 256}),
+    (Problem("contiguous", 4096, 4096, 7168, 8), {"block_m": 128, "block_n": 128}),
+    (Problem("masked", 1024, 4096, 7168, 8), {"block_m": 256}),
+    (Problem("masked", 128, 4096, 7168, 8), {}),
+    (Problem("masked", 16, 4096, 7168, 8), {"swap_ab": True}),
+    (Problem("k_grouped", 4096, 4096, 7168, 8, recipe_b="1x128", out_dtype=torch.float32, accumulate=True), {"block_m": 128}),
+], ids=str)  # fmt: skip
+def test_descriptors_stay_in_uniform_registers(problem, overrides):
+    """A branch that the compiler cannot prove to be the same for a whole warp sends them through ordinary registers, for each wgmma:
+    12 % slower, and nothing else would say so."""
+    chosen = plan(problem, 132, **overrides)
+    cubin = kernels.kernel_of(problem, chosen).compiled.cubin
+    ((first, end),) = sass._sections(cubin)
+    opcodes = [struct.unpack_from("<H", cubin, at)[0] & sass.OPCODE_BITS for at in range(first, end, 16)]
+    wgmmas = [at for at, opcode in enumerate(opcodes) if opcode == QGMMA][-4 * chosen.rounds :]  # of the loop over k
+    assert len(wgmmas) == 4 * chosen.rounds and R2UR in opcodes[: wgmmas[0]]  # those before it
+    assert R2UR not in opcodes[wgmmas[0] : wgmmas[-1]]

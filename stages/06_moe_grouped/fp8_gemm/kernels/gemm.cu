@@ -205,7 +205,7 @@ __device__ __forceinline__ void supply_scales(Shared& shared, const Arguments& p
         const int r = row + i * Step;
         if (Count % 32 == 0 || i + lane < Count) copy_async(&slot[i + lane], scale + (r >> scales.shift) * scales.row_stride, r < row_end);
       }
-      copy_async_arrive(&shared.full[ring.slot]);
+      if (lane < Count) copy_async_arrive(&shared.full[ring.slot]);
       scale += scales.k_stride;
     }
   }
@@ -303,14 +303,14 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
      int scale_y_group_stride, int scale_y_shift, int scale_y_row_stride, int scale_y_k_stride) {
   extern __shared__ u8 raw[];
   Shared& shared = *reinterpret_cast<Shared*>(raw);
-  const int warpgroup = uniform(threadIdx.x / 128), warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  const int warpgroup = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32;
   const Arguments problem = {begins, ends, x_rows, y_rows, k, groups};
   const Scales of_x = {scale_x, scale_x_group_stride, scale_x_shift, scale_x_row_stride, scale_x_k_stride};
   const Scales of_y = {scale_y, scale_y_group_stride, scale_y_shift, scale_y_row_stride, scale_y_k_stride};
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < Stages; ++s) {
-      mbarrier_init(&shared.full[s], 1 + 32 * (WarpsForX + 1));
+      mbarrier_init(&shared.full[s], 1 + 32 * WarpsForX + min(32, ScalesY));
       mbarrier_init(&shared.empty[s], 4 * Consumers);
     }
     if constexpr (Splits > 1)

@@ -64,6 +64,17 @@ def test_the_second_time_comes_from_disk(cache, monkeypatch):
         compiler.compile_source(SOURCE + "\n", "scale.cu", {"OFFSET": 1})
 
 
+def test_other_hints_are_a_new_key(cache, monkeypatch):
+    compiler.compile_source(SOURCE, "scale.cu", {"OFFSET": 1}, dense_ffma=True)
+    forbid_nvrtc(monkeypatch)
+    compiler.compile_source(SOURCE, "scale.cu", {"OFFSET": 1}, dense_ffma=True)
+    with pytest.raises(AssertionError):
+        compiler.compile_source(SOURCE, "scale.cu", {"OFFSET": 1})
+    monkeypatch.setattr(compiler.sass, "RULES", "changed")
+    with pytest.raises(AssertionError):
+        compiler.compile_source(SOURCE, "scale.cu", {"OFFSET": 1}, dense_ffma=True)
+
+
 def test_a_changed_header_is_a_new_key(cache, tmp_path, monkeypatch):
     include = tmp_path / "include"
     include.mkdir()

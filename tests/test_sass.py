@@ -42,7 +42,7 @@ def test_only_hints_of_promotion_change_in_a_kernel():
             assert low & sass.OPCODE_BITS == sass.FFMA
             assert new_high >> sass.STALL_SHIFT & sass.STALL_BITS >= high >> sass.STALL_SHIFT & sass.STALL_BITS
     assert [len(run) for run in sass.runs(plain)] == [64] * 4
-    assert different > 200  # 64 FFMAs for each of 2 rounds, in the first block of a tile and in the others
+    assert different > 64 * 4 / 2  # ptxas lets every second one yield
 
 
 def test_operands_are_kept_for_the_next_instruction_and_nothing_yields():

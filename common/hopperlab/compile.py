@@ -98,7 +98,7 @@ def compile_source(source: str, name: str, constants: dict[str, object] | None =
     """
     headers = {path.name: path.read_text() for path in sorted(INCLUDE_DIRECTORY.glob("*.cuh"))}
     defines = tuple(f"-D{key}={_macro(key, value)}" for key, value in sorted((constants or {}).items()))
-    identity = repr((source, name, sorted(headers.items()), OPTIONS, defines, dense_ffma, nvrtc_version()))
+    identity = repr((source, name, sorted(headers.items()), OPTIONS, defines, sass.RULES if dense_ffma else None, nvrtc_version()))
     key = hashlib.sha256(identity.encode()).hexdigest()
     cached = _load(key)
     if cached is not None:

@@ -42,7 +42,7 @@ def shapes_record(kind, shapes):
 
 
 def library_times(ours, deep_gemm, block, tensor):
-    times = {"library": ours, "library, quantising A": ours + 2, "deep_gemm": deep_gemm, "cublas block": block,
+    times = {"library": ours, "library, quantising A": ours + 2, "library, batch invariant": 1.5 * ours, "deep_gemm": deep_gemm, "cublas block": block,
              "cublas tensor": tensor}  # fmt: skip
     return {name: time for name, time in times.items() if time is not None}
 
@@ -82,6 +82,10 @@ SEARCH = shapes_record("search", {
     (16, 4096, 7168): {"plan": 11.0, OTHER: 10.0, OTHER.replace("64 x 64", "64 x 32"): 12.0},
     (1, 4096, 7168): {"plan": 9.0, OTHER: 9.5},
 })  # fmt: skip
+WAYS = (("bf16", 120.0, 0.0), ("library", 80.0, 2e-2), ("deep_gemm", 88.0, 2e-2))
+LAYER = {"kind": "layer", **ORIGIN, **TELEMETRY, "layer": {"hidden": 4096, "intermediate": 14336, "heads": 32, "kv_heads": 8}, "missing": {},
+         "rows": [{"name": name, "tokens": 16, "phase": "decode", "microseconds": time, "spread": 0.01, "tflops": 1.0,
+                   "difference_from_bf16": error} for name, time, error in WAYS]}  # fmt: skip
 
 
 def cells(markdown, start):
@@ -118,7 +122,7 @@ def test_no_figure_of_the_page_is_written_by_hand():
 
 def test_without_records_the_page_says_so():
     assert library_report.targets_markdown(None, None, None) == library_report.MISSING
-    for table in ("dense", "decode", "moe", "host", "search"):
+    for table in ("dense", "decode", "moe", "host", "search", "invariant", "layer"):
         assert getattr(library_report, f"{table}_markdown")(None) == library_report.MISSING
     assert library_report.readme_markdown(None, MOE) == library_report.MISSING
 
@@ -213,6 +217,24 @@ def test_what_the_planner_loses():
     assert table.startswith(summary)
 
 
+def test_what_batch_invariance_costs():
+    table = library_report.invariant_markdown(LIBRARY)
+    assert cells(table, "N")[2:] == ["M = 1", "M = 128", "M = 4096"]
+    assert cells(table, "7168")[1:] == ["16384", "1.50", "1.50", "-"]
+    for entry in (older := json.loads(json.dumps(LIBRARY)))["shapes"]:
+        entry["rows"] = [row for row in entry["rows"] if "invariant" not in row["name"]]
+    assert library_report.invariant_markdown(older) == library_report.MISSING
+
+
+def test_a_layer_by_the_way_its_linears_are_computed():
+    table = library_report.layer_markdown(LAYER)
+    assert cells(table, "16") == ["16", "120.0", "80.0", "88.0", "1.500", "1.100", "2.0e-02", "decode"]
+    assert "Hidden size 4096" in table and "docs/results/07_layer.json" in table
+    alone = {**LAYER, "rows": LAYER["rows"][:2], "missing": {"deep_gemm": "ImportError: gone"}}
+    assert cells(library_report.layer_markdown(alone), "16")[3:6] == ["-", "1.500", "-"]
+    assert "`ImportError: gone`" in library_report.layer_markdown(alone)
+
+
 def test_the_readme_holds_the_means():
     text = library_report.readme_markdown(LIBRARY, MOE)
     assert cells(text, "DeepGEMM") == ["DeepGEMM", "1.31", "1.04", "0.99"]
@@ -245,7 +267,7 @@ def test_plots_draw_every_shape():
 
 def test_all_is_written_into_the_pages(tmp_path, monkeypatch):
     (tmp_path / "docs" / "results").mkdir(parents=True)
-    for name, record in (("LIBRARY", LIBRARY), ("HOST", HOST), ("MOE", MOE), ("SEARCH", SEARCH)):
+    for name, record in (("LIBRARY", LIBRARY), ("HOST", HOST), ("MOE", MOE), ("SEARCH", SEARCH), ("LAYER", LAYER)):
         (tmp_path / "docs" / "results" / getattr(library_report, name)).write_text(json.dumps(record))
     for file in ("README.md", library_report.PAGE):
         shutil.copy(stage.root() / file, tmp_path / file)

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from hopperlab import bench, report, stage
 
-LIBRARY, HOST, MOE, SEARCH = "07_library.json", "07_host.json", "06_moe.json", "07_search.json"
+LIBRARY, HOST, MOE, SEARCH, LAYER = "07_library.json", "07_host.json", "06_moe.json", "07_search.json", "07_layer.json"
 PAGE = Path("docs/performance.md")
 MISSING = "Not recorded yet."
 
-OURS, FROM_BF16 = "library", "library, quantising A"
+OURS, FROM_BF16, INVARIANT = "library", "library, quantising A", "library, batch invariant"
 PEERS = {"deep_gemm": "DeepGEMM", "cublas block": "cuBLAS block", "cublas tensor": "cuBLAS tensor"}
 FEW, MANY = 128, 4096  # rows of A: at most so many when decoding, so many in a prefill
 HEAVY_BYTES = 100e6  # weights that no cache holds: reading them is all the time there is
@@ -318,6 +318,36 @@ def search_markdown(record: dict | None) -> str:
     return "\n".join([summary, "", *table(header, rows, texts=2), *written_from(record, SEARCH)])
 
 
+def invariant_markdown(record: dict | None) -> str:
+    """What a plan that does not depend on M costs: its time over that of the plan for this M, a column for each M."""
+    found = {(e["shape"]["n"], e["shape"]["k"], e["shape"]["m"]): by_name(e) for e in entries(record) if INVARIANT in by_name(e)}
+    if not found:
+        return MISSING
+    sizes = sorted({m for _, _, m in found})
+    ratio = lambda rows: f"{rows[INVARIANT]['microseconds'] / rows[OURS]['microseconds']:.2f}"  # noqa: E731
+    rows = [(n, k, *(ratio(found[n, k, m]) if (n, k, m) in found else "-" for m in sizes))
+            for n, k in dict.fromkeys((n, k) for n, k, _ in found)]  # fmt: skip
+    header = f"N | K | {' | '.join(f'M = {m}' for m in sizes)}"
+    return "\n".join([*table(header, rows), *written_from(record, LIBRARY)])
+
+
+def layer_markdown(record: dict | None) -> str:
+    """A decoder layer end to end, by the way its linears are computed."""
+    if record is None:
+        return MISSING
+    described = lambda row: {key: row[key] for key in ("phase", "tokens")}  # noqa: E731
+    rows = []
+    for case, found in itertools.groupby(record["rows"], key=described):
+        ways = {row["name"]: row for row in found}
+        error = ways[OURS]["difference_from_bf16"]
+        rows.append((case["tokens"], *(time_of(ways, name) for name in ("bf16", OURS, "deep_gemm")), ratio_of(ways, "bf16", OURS),
+                     ratio_of(ways, "deep_gemm", OURS), f"{error:.1e}", case["phase"]))  # fmt: skip
+    header = "tokens | BF16, µs | library, µs | DeepGEMM, µs | × BF16 | × DeepGEMM | largest difference from BF16 | phase"
+    size = record["layer"]
+    setting = f"Hidden size {size['hidden']}, intermediate {size['intermediate']}, {size['heads']} heads, {size['kv_heads']} of them keys'. "
+    return "\n".join([*table(header, rows, texts=1), *without_figure(record["missing"]), *written_from(record, LAYER, setting)])
+
+
 def readme_markdown(library: dict | None, moe: dict | None) -> str:
     """Geometric means, for the README."""
     if library is None:
@@ -447,10 +477,10 @@ PLOTS = {SPEED_PLOT: plot_speed, ROOFLINE_PLOT: plot_roofline, READING_PLOT: plo
 
 def generated() -> dict[tuple[str, str], str]:
     """All that is written from the records: (file, mark) -> text."""
-    library, moe, host, search = (report.published(name) for name in (LIBRARY, MOE, HOST, SEARCH))
+    library, moe, host, search, layer = (report.published(name) for name in (LIBRARY, MOE, HOST, SEARCH, LAYER))
     parts = {"targets": targets_markdown(library, moe, host), "dense": dense_markdown(library),
              "decode": decode_markdown(library), "moe": moe_markdown(moe), "host": host_markdown(host),
-             "search": search_markdown(search)}  # fmt: skip
+             "search": search_markdown(search), "invariant": invariant_markdown(library), "layer": layer_markdown(layer)}  # fmt: skip
     return {("README.md", "library"): readme_markdown(library, moe)} | {(str(PAGE), mark): text for mark, text in parts.items()}
 
 

@@ -131,7 +131,7 @@ def test_speed_is_measured_as_the_benchmarks_measure(monkeypatch):
 
 
 @pytest.mark.parametrize("arguments, expected", [
-    ([], {}), (["--search"], {"search": True}), (["--host"], {"host": True}),
+    ([], {}), (["--search"], {"search": True}), (["--host"], {"host": True}), (["--layer"], {"layer": True}),
     (["--only", "4096x", "--rounds", "2"], {"only": "4096x", "rounds": 2}),
 ])  # fmt: skip
 def test_bench_hands_its_options_to_the_benchmark(monkeypatch, arguments, expected):
@@ -140,7 +140,7 @@ def test_bench_hands_its_options_to_the_benchmark(monkeypatch, arguments, expect
     seen = {}
     monkeypatch.setattr(library_bench, "main", lambda **options: seen.update(options))
     assert program.main(["bench", "record.json", *arguments]) == 0
-    defaults = {"path": Path("record.json"), "search": False, "host": False, "rounds": library_bench.ROUNDS, "only": ""}
+    defaults = {"path": Path("record.json"), "search": False, "host": False, "layer": False, "rounds": library_bench.ROUNDS, "only": ""}
     assert seen == defaults | expected
 
 

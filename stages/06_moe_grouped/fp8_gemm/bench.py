@@ -4,6 +4,7 @@
     python -m fp8_gemm.bench RECORD.json --search           every shape with the most promising plans instead of the peers
     python -m fp8_gemm.bench RECORD.json --only 4096x       shapes whose name begins so
     python -m fp8_gemm.bench RECORD.json --host             what a call costs on the CPU, part by part, beside torch's calls
+    python -m fp8_gemm.bench RECORD.json --layer            a decoder layer end to end, beside BF16 and DeepGEMM
 
 Needs a Hopper GPU. The method is hopperlab.bench's: rotating inputs larger than L2, CUDA graphs, interleaved short rounds.
 """
@@ -16,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -77,6 +79,7 @@ def measure_shape(shape: tuple[int, int, int], sms: int, search: bool, rounds: i
     calls, missing = {name: calls_of(problem, chosen, sets, outs) for name, chosen in plans.items()}, {}
     if not search:
         calls["library, quantising A"] = quantised_calls(problem, plans["library"], sets, outs)
+        calls["library, batch invariant"] = calls_of(problem, plan(problem, sms, batch_invariant=True), sets, outs)
         running, absent = bench.peers(sets)
         calls |= {name: running[name][0] for name in PEERS if name in running}
         missing = {name: absent[name] for name in PEERS if name in absent}
@@ -169,6 +172,22 @@ def host_entry(shape: tuple[int, int, int] = HOST_SHAPE) -> dict:
     return {"shape": dict(zip("mnk", shape)), "processor": processor(), "calls_per_round": HOST_CALLS, "rows": rows}
 
 
+def layer_record(rounds: int) -> dict:
+    """A decoder layer, decoding and in a prefill."""
+    from fp8_gemm import bench_layer
+
+    layer, device = bench_layer.Layer(), torch.device("cuda")
+    record = {"kind": "layer", **report.environment(), "layer": asdict(layer), "rows": [], "missing": {}}
+    with telemetry.Recorder() as recorder:
+        for decode, sizes in ((True, bench_layer.DECODE), (False, bench_layer.PREFILL)):
+            for tokens in sizes:
+                rows, missing = bench_layer.measure(layer, tokens, decode, device, rounds)
+                record["rows"] += rows
+                record["missing"] |= missing
+                print("  ".join(f"{row['name']} {row['microseconds']:.1f} µs" for row in rows), f"({rows[0]['phase']}, {tokens} tokens)", flush=True)
+    return record | {"telemetry": recorder.summary()}
+
+
 def processor() -> str:
     """The CPU's name, which host times depend on."""
     cpuinfo = Path("/proc/cpuinfo")
@@ -176,7 +195,7 @@ def processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def main(path: Path, search: bool = False, only: str = "", host: bool = False, rounds: int = ROUNDS) -> None:
+def main(path: Path, search: bool = False, only: str = "", host: bool = False, layer: bool = False, rounds: int = ROUNDS) -> None:
     if not capability.has_hopper():
         sys.exit(f"{capability.hopper().sentence()} Without one nothing is timed: `make run` checks the kernels, and "
                  "docs/performance.md shows what an H200 recorded.")  # fmt: skip
@@ -186,6 +205,9 @@ def main(path: Path, search: bool = False, only: str = "", host: bool = False, r
         for row in entry["rows"]:
             print(f"{row['microseconds']:8.2f} µs  {row['name']}")
         print(report.save({"kind": "host", **report.environment(), **entry}, path))
+        return
+    if layer:
+        print(report.save(layer_record(rounds), path))
         return
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     record = {"kind": "search" if search else "library", **report.environment(), "rounds": rounds, "shapes": []}
@@ -205,6 +227,7 @@ def command_line(arguments: list[str] | None = None) -> None:
     parser.add_argument("record", type=Path)
     parser.add_argument("--search", action="store_true")
     parser.add_argument("--host", action="store_true")
+    parser.add_argument("--layer", action="store_true")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="times that each candidate is timed; 2 are enough for a search")
     parser.add_argument("--only", default="", help="beginning of MxNxK")
     main(**{"path" if name == "record" else name: value for name, value in vars(parser.parse_args(arguments)).items()})

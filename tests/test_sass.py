@@ -78,6 +78,11 @@ def test_a_wait_for_a_result_is_not_shortened():
     assert changed(code, [16 * i for i in range(16)])[3].stall == 5
 
 
+def test_what_is_not_understood_is_left_alone():
+    code = b"".join(ffma(100 + i, 24 + i, 7, 100 + i, stall=12 if i == 3 else 1) for i in range(16))
+    assert changed(code, [16 * i for i in range(16)])[3] == (12, False, "")
+
+
 def test_a_kernel_without_such_runs_stays_as_it_is():
     cubin = compile_file(STAGES / "02_tma" / "kernel.cu", {"OUTPUT": "bf16", "A_FORMAT": "e4m3", "B_FORMAT": "e4m3"}).cubin
     assert sass.runs(cubin) == [] and sass.dense_ffma(cubin) == cubin

@@ -21,6 +21,7 @@ FFMA, OPCODE_BITS = 0x223, 0xFFF  # registers only; the opcode is in the low 12 
 SHORTEST_RUN, LONGEST_GAP = 16, 6  # FFMAs that count as a run; other instructions that may stand between two of them
 # In the upper 64 bits of an instruction.
 STALL_SHIFT, STALL_BITS = 41, 0xF  # cycles until the warp issues again
+LONGEST_STALL = 11  # more, together with the yield bit, mean something else, which nobody outside of the vendor has described
 STAY = 1 << 45  # set: do not let another warp go first
 REUSE_A, REUSE_B, REUSE = 1 << 58, 1 << 59, 0xF << 58  # operands kept for the warp's next instruction
 # From one FFMA to the next, again and again. Found by trying: with 1 only, wgmma waits for registers; with 2 the promotion lasts too long.
@@ -84,6 +85,8 @@ def _change(cubin: bytes, changed: bytearray, run: list[int]) -> None:
     for i, (at, following) in enumerate(zip(run, run[1:])):
         low, high = struct.unpack_from("<QQ", cubin, at)
         stall = max(high >> STALL_SHIFT & STALL_BITS, STALLS[i % len(STALLS)])  # never shorter: something may wait for the result
+        if stall > LONGEST_STALL:
+            continue
         high = high & ~HINTS | stall << STALL_SHIFT | STAY
         if following == at + 16:
             next_low = struct.unpack_from("<Q", cubin, following)[0]

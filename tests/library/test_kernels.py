@@ -220,6 +220,24 @@ def test_k_grouped():
     k_grouped([256, 384], 300, 200, accumulate=True, block_m=256, block_n=128)
 
 
+WIDE, NARROW = dict(block_m=256, block_n=128, swap_ab=False), dict(block_m=16, block_n=64, swap_ab=True)
+
+
+def test_a_cta_with_many_tiles_stores_each_under_the_next():
+    """Outputs wait for the next tile's first wgmma: here each CTA has several tiles, of one block of K or more, at edges and across groups."""
+    few = dict(split_k=1, num_sms=2)
+    dense(520, 130, 200, **WIDE, **few)
+    dense(300, 130, 100, dtype=FP32, bias=True, **WIDE, **few)
+    dense(200, 130, 200, recipes=GRADIENT, dtype=FP32, accumulate=True, block_m=128, block_n=64, swap_ab=False, **few)
+    dense(130, 72, 400, recipes=("row", "row"), interval=256, block_m=64, block_n=64, swap_ab=False, **few)
+    dense(130, 72, 200, recipes=("row", "row"), interval=None, block_m=64, block_n=64, swap_ab=False, **few)
+    dense(40, 130, 200, **NARROW, **few)
+    for tile in (WIDE, NARROW):
+        contiguous([5, 0, 270, 3], 130, 130, **tile, num_sms=1)
+        masked([5, 0, 260, 1], 270, 72, 130, **tile, num_sms=1)
+    k_grouped([128, 0, 256, 0, 0, 100], 130, 72, **WIDE, num_sms=2)
+
+
 @settings(max_examples=8 if ON_CPU else 100, deadline=None, phases=NO_SHRINKING, suppress_health_check=list(HealthCheck))
 @given(counts=st.lists(st.integers(0, 70), min_size=1, max_size=6), n=st.integers(1, 150), k=st.integers(1, 400))
 def test_grouped_random(counts, n, k):
@@ -239,6 +257,8 @@ def test_no_race_in_any_order(order):
         dense(5, 200, 1030, block_m=16, block_n=64, swap_ab=True, split_k=3)
         contiguous([5, 0, 130, 3], 200, 900, block_m=128, block_n=64, swap_ab=False)
         masked([5, 0, 130, 1], 140, 200, 900, block_m=16, block_n=64, swap_ab=True)
+        dense(300, 40, 130, **WIDE, split_k=1, num_sms=1)
+        contiguous([5, 0, 130, 3], 40, 130, **WIDE, num_sms=2)
 
 
 def test_kernels_compile_without_spills_or_injected_waits():

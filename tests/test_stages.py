@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from hopperlab import capability, check, quantize, report, stage
+from hopperlab import capability, check, quantize, reference, report, stage
 
 # K that is no multiple of 16 is copied for TMA, with a warning: right here, where every K is tried.
 pytestmark = pytest.mark.filterwarnings("ignore:.*which TMA needs:UserWarning")
@@ -127,3 +127,19 @@ def test_no_hazard_and_the_same_bits_in_every_order(found, step):
 def test_unknown_stage():
     with pytest.raises(ValueError, match=r"stage: got '99', there are \['01_naive'"):
         stage.find("99")
+
+
+@pytest.mark.parametrize("m, n, sms, accumulate", [
+    (700, 130, 4, False),  # 6 tiles: 4 whole ones, and 2 in halves, each of which gets a CTA
+    (600, 130, 4, True),  # the same, where the last half has no rows
+    (520, 264, 5, False),  # 9 tiles: the last 4 would be 8 halves, too many for 5 CTAs, so they stay whole
+    (300, 130, 8, True),  # 4 tiles on 8 SMs: halves only
+])  # fmt: skip
+def test_weight_gradients_with_the_last_wave_in_halves(m, n, sms, accumulate, monkeypatch):
+    step = next(step for step in stage.find("05")[0].steps if step.name == "wgrad")
+    monkeypatch.setattr(stage.find("05")[0].module, "SMS_OF_AN_H200", sms)
+    a, b = check.problem(m, n, 260, recipes=("1x128", "1x128"))
+    out = torch.randn(m, n) if accumulate else check.poisoned(m, n, torch.float32, "cpu")[0]
+    want = reference.matmul_hopper(a, b, out_dtype=torch.float32, c=out.clone() if accumulate else None)
+    step.gemm(a, b, out, accumulate=accumulate)
+    assert torch.equal(out.view(torch.int32), want.view(torch.int32))

@@ -108,8 +108,8 @@ def _launch(source, entry, a, b, out, recipes, tile, more=(), scales=(), dense_f
     row_bytes = tile.block_n * out.element_size()
     panel = next(span for span in (128, 64, 32) if row_bytes % span == 0)  # of a row of D, stored together: one swizzle span
     by_tma = n * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0
-    wide = tile.block_n & -tile.block_n
-    blocks = (128 - min(wide, 128) + tile.block_n - 1) // 128 + 1  # of B's scales that a tile can touch
+    chunk = min(tile.block_n & -tile.block_n, 128)  # columns that surely share a scale of B: Chunk in kernel.cu
+    blocks = (128 - chunk + tile.block_n - 1) // 128 + 1  # of B's scales that a tile can touch: ScaleBlocks
     scale_bytes = {"promoted": 0, "wgrad": 4 * (tile.block_m + -(-tile.block_n // 32) * 32),
                    "overlapped": 4 * tile.block_m + -(-blocks // 4) * 16}.get(entry, 4 * tile.block_m)  # fmt: skip
     slot, staging = (tile.block_m + tile.block_n) * BLOCK_K + scale_bytes + 16, 4 * CONSUMERS * 16 * panel

@@ -168,7 +168,7 @@ wgrad(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap
     const int consumer = warpgroup - 1;
     const u64 a_first = matrix_descriptor(shared_address(shared.a[0]) + consumer * 64 * BlockK, Swizzle::Bytes128, 8 * BlockK);
     const u64 b_first = matrix_descriptor(shared_address(shared.b[0]), Swizzle::Bytes128, 8 * BlockK);
-    const int my_row = consumer * 64 + warp * 16 + lane / 4;             // of a round; the thread's other row is 8 further
+    const int my_row = consumer * 64 + warp * 16 + lane / 4;           // of a round; the thread's other row is 8 further
     Ring ring;
     u64 a_slot = a_first, b_slot = b_first;                            // descriptors of the current slot
     for (int item = blockIdx.x; item < schedule.items; item += gridDim.x) {
@@ -177,7 +177,7 @@ wgrad(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap
 #pragma unroll
       for (int known = 1; known <= Rounds; ++known) {
         if (work.rounds != known) continue;
-        float total[Rounds][BlockN / 2], sum[BlockN / 2];            // FP32 on CUDA cores; the tensor core's accumulator
+        float total[Rounds][BlockN / 2], sum[BlockN / 2];              // FP32 on CUDA cores; the tensor core's accumulator
 #pragma unroll
         for (int round = 0; round < known; ++round)
 #pragma unroll
@@ -196,7 +196,7 @@ wgrad(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap
             wgmma_wait<0>();
             wgmma_hold(sum);
 #pragma unroll
-            for (int j = 0; j < BlockN / 8; ++j) {                         // columns 8j + lane % 4 * 2 and the next, of both rows
+            for (int j = 0; j < BlockN / 8; ++j) {                     // columns 8j + lane % 4 * 2 and the next, of both rows
               const float2 scale_b = *reinterpret_cast<const float2*>(&shared.scale_b[ring.slot][8 * j + lane % 4 * 2]);
 #pragma unroll
               for (int half = 0; half < 2; ++half) {
@@ -206,7 +206,7 @@ wgrad(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap
               }
             }
           }
-          __syncwarp();                                                  // all lanes have read their scales
+          __syncwarp();                                                // all lanes have read their scales
           if (lane == 0) mbarrier_arrive(&shared.empty[ring.slot]);
           ring.advance();
           a_slot = ring.slot == 0 ? a_first : a_slot + BlockM * BlockK / 16;

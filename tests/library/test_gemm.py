@@ -337,7 +337,7 @@ def test_warmup_runs_every_kind_of_shape(kind, options):
         fp8_gemm.warmup([(1,)], device="cpu")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU warm-up runs what it compiles; this is warm-up where there is none")
 def test_warmup_without_a_gpu_fills_the_cache_for_an_h200(tmp_path, monkeypatch):
     """What a call on an H200 compiles, quantisation of plain operands included, is then on disk: nothing compiles again."""
     from fp8_gemm import kernels
@@ -370,7 +370,7 @@ def test_warmup_without_a_gpu_fills_the_cache_for_an_h200(tmp_path, monkeypatch)
     assert fp8_gemm.warmup([(16, 64, 256)], backend="reference")[0].backend == "reference"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU warm-up runs what it compiles; this is warm-up where there is none")
 @pytest.mark.parametrize("kind, groups", [("dense", 1), ("contiguous", 8), ("masked", 8)])
 def test_after_warmup_no_m_compiles(request, tmp_path, monkeypatch, kind, groups):
     """(N, K) alone stands for every M: here and in the next process nothing reaches the compiler, and here not even the disk."""

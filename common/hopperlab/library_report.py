@@ -300,22 +300,27 @@ def host_markdown(record: dict | None) -> str:
     return "\n".join([*table("µs (median) | fastest round | call", rows, texts=1), *written_from(record, HOST, setting)])
 
 
+WITHIN = 0.03  # what a planner may lose
+
+
 def search_markdown(record: dict | None) -> str:
     """The planner's choice beside the fastest of the most promising plans."""
     if record is None:
         return MISSING
-    rows, losses = [], []
+    rows, losses = [], {False: [], True: []}
     for entry in entries(record):
         chosen, best = entry["rows"][0], min(entry["rows"], key=lambda row: row["microseconds"])
-        losses.append(chosen["microseconds"] / best["microseconds"])
+        loss = chosen["microseconds"] / best["microseconds"]
+        losses[entry.get("unseen", False)].append(loss)
         rows.append((*entry["shape"].values(), f"{chosen['microseconds']:.1f}", f"{best['microseconds']:.1f}",
-                     f"{losses[-1] - 1:.1%}", f"{max(chosen['spread'], best['spread']):.1%}", short(entry["plan"]),
+                     f"{loss - 1:.1%}", f"{max(chosen['spread'], best['spread']):.1%}", short(entry["plan"]),
                      "the same" if best is chosen else short(best["name"])))  # fmt: skip
-    average = statistics.geometric_mean(losses) - 1
-    summary = (f"The planner's choice takes {average:.1%} longer than the fastest plan (geometric mean of {len(losses)} shapes), "
-               f"at worst {max(losses) - 1:.1%}.")  # fmt: skip
+    summary = [f"{name}: the planner's choice takes {statistics.geometric_mean(found) - 1:.1%} longer than the fastest plan (geometric mean "
+               f"of {len(found)} shapes), at most {WITHIN:.0%} longer for {sum(loss <= 1 + WITHIN for loss in found)} of them, "
+               f"at worst {max(found) - 1:.1%}."
+               for name, found in (("Shapes of the tables above", losses[False]), ("Shapes drawn at random", losses[True])) if found]  # fmt: skip
     header = "M | N | K | planner's, µs | fastest, µs | loss | spread | planner's | fastest"
-    return "\n".join([summary, "", *table(header, rows, texts=2), *written_from(record, SEARCH)])
+    return "\n".join(["\n\n".join(summary), "", *table(header, rows, texts=2), *written_from(record, SEARCH)])
 
 
 def invariant_markdown(record: dict | None) -> str:

@@ -1,7 +1,7 @@
 // Stage 05, step 4: the weight gradient. Both operands are gradients or activations, so both have scales per 1x128, and the
-// result is FP32, added to what was accumulated before. Each product costs an FMUL beside its FFMA, which wgmma does not hide, so
-// nothing is gained by doing more at a time; but where the last wave of tiles would leave half of the SMs without work, its tiles
-// are cut in two, and it takes half as long.
+// result is FP32, added to what was accumulated before. Each product costs an FMUL beside its FFMA, and a quarter of them is done
+// while wgmma runs: more would not fit into the registers. And where the last wave of tiles would leave half of the SMs without work, its
+// tiles are cut in two, and it takes half as long.
 //
 //   D[m][n] = C[m][n] + sum over blocks k' of (scale_a[m][k'] * scale_b[n][k']) * sum over k in k' of A[m][k] * B[n][k]
 //
@@ -23,6 +23,9 @@ constexpr int GroupM = GROUP_M;            // rows of tiles that are worked on t
 constexpr bool StoreByTma = STORE_BY_TMA;  // false where TMA cannot write D: rows that are not a multiple of 16 bytes
 constexpr bool Accumulate = ACCUMULATE;    // add to what D holds
 typedef float Output;
+
+// Factors that are made while wgmma runs. 8 and 24 were slower: the sums take 192 of a consumer's 232 registers.
+constexpr int Early = BlockN < 32 ? BlockN / 2 : 16;
 
 constexpr int Consumers = 2;
 constexpr int Threads = 128 * (1 + Consumers);
@@ -193,18 +196,17 @@ wgrad(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap
             for (int k = 0; k < BlockK; k += 32) wgmma<BlockN, A_FORMAT, B_FORMAT>(sum, a_round + k / 16, b_slot + k / 16, k > 0);
             wgmma_commit();
             const float scale_a[2] = {shared.scale_a[ring.slot][my_row + round * RoundRows], shared.scale_a[ring.slot][my_row + round * RoundRows + 8]};
+            // What register i is multiplied by: its row's scale times its column's. The first ones while the tensor core works.
+            auto factor_of = [&](int i) { return scale_a[i / 2 % 2] * shared.scale_b[ring.slot][i / 4 * 8 + lane % 4 * 2 + i % 2]; };
+            float early[Early];
+#pragma unroll
+            for (int i = 0; i < Early; ++i) early[i] = factor_of(i);
+            wgmma_hold(early);
             wgmma_wait<0>();
             wgmma_hold(sum);
 #pragma unroll
-            for (int j = 0; j < BlockN / 8; ++j) {                     // columns 8j + lane % 4 * 2 and the next, of both rows
-              const float2 scale_b = *reinterpret_cast<const float2*>(&shared.scale_b[ring.slot][8 * j + lane % 4 * 2]);
-#pragma unroll
-              for (int half = 0; half < 2; ++half) {
-                float* t = total[round] + 4 * j + 2 * half;
-                t[0] = __fmaf_rn(sum[4 * j + 2 * half], scale_a[half] * scale_b.x, t[0]);
-                t[1] = __fmaf_rn(sum[4 * j + 2 * half + 1], scale_a[half] * scale_b.y, t[1]);
-              }
-            }
+            for (int i = 0; i < BlockN / 2; ++i)
+              total[round][i] = __fmaf_rn(sum[i], i < Early ? early[i % Early] : factor_of(i), total[round][i]);
           }
           __syncwarp();                                                // all lanes have read their scales
           if (lane == 0) mbarrier_arrive(&shared.empty[ring.slot]);

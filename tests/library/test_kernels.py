@@ -238,6 +238,14 @@ def test_a_cta_with_many_tiles_stores_each_under_the_next():
     k_grouped([128, 0, 256, 0, 0, 100], 130, 72, **WIDE, num_sms=2)
 
 
+def test_last_rows_that_half_a_tile_holds_are_multiplied_by_tiles_on_their_side():
+    for rows, columns in ((100, 272), (384, 392), (385, 130), (129, 72)):  # on their side: all, the last; upright: the last, all
+        dense(rows, columns, 200, **WIDE, split_k=1, num_sms=2)
+    dense(300, 392, 200, dtype=FP32, bias=True, **WIDE, split_k=1, num_sms=1)
+    contiguous([128, 0, 300, 1, 256], 392, 130, **WIDE, num_sms=2)
+    masked([128, 300, 0, 256], 320, 272, 130, **WIDE, num_sms=2)
+
+
 @settings(max_examples=8 if ON_CPU else 100, deadline=None, phases=NO_SHRINKING, suppress_health_check=list(HealthCheck))
 @given(counts=st.lists(st.integers(0, 70), min_size=1, max_size=6), n=st.integers(1, 150), k=st.integers(1, 400))
 def test_grouped_random(counts, n, k):

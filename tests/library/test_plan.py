@@ -156,7 +156,7 @@ WEIGHT_GRADIENT = {"recipe_a": "1x128", "recipe_b": "1x128", "out_dtype": torch.
 @pytest.mark.parametrize("problem, rows, why", [
     (Problem("masked", 32, 4096, 7168, 32), 16, "half of a receive buffer's rows are tokens: they share one narrow tile, swapped"),
     (Problem("contiguous", 64, 4096, 7168, 32), 8, "two tokens a group"),
-    (Problem("contiguous", 8192, 4096, 7168, 32), 128, "sizes around 256: with 256 rows, a third of the work would be waste"),
+    (Problem("contiguous", 8192, 4096, 7168, 32), 256, "sizes around 256: the last rows of a group take half a tile, on its side, where they fill no more"),
     (Problem("contiguous", 32768, 4096, 7168, 8), 256, "sizes around 4096: waste is little, the tile with the fewest bytes wins"),
     (Problem("k_grouped", 4096, 7168, 32768, 8, **WEIGHT_GRADIENT), 256, "as large as a dense one"),
 ])  # fmt: skip

@@ -1,7 +1,7 @@
 """How fast the library is beside its peers, shape by shape; and how good its plans are.
 
     python -m fp8_gemm.bench RECORD.json                    all shapes, peers in the same run
-    python -m fp8_gemm.bench RECORD.json --search           every shape with the most promising plans instead of the peers
+    python -m fp8_gemm.bench RECORD.json --search           every shape, and random ones, with the most promising plans instead of the peers
     python -m fp8_gemm.bench RECORD.json --only 4096x       shapes whose name begins so
     python -m fp8_gemm.bench RECORD.json --host             what a call costs on the CPU, part by part, beside torch's calls
     python -m fp8_gemm.bench RECORD.json --layer            a decoder layer end to end, beside BF16 and DeepGEMM
@@ -13,6 +13,7 @@ import argparse
 import gc
 import os
 import platform
+import random
 import statistics
 import sys
 import time
@@ -23,6 +24,7 @@ from pathlib import Path
 import torch
 
 from fp8_gemm import gemm, grouped_gemm, kernels, masked_gemm, quantize, quantize_grouped
+from fp8_gemm.dispatch import compile_all
 from fp8_gemm.kernels import ahead
 from fp8_gemm.plan import Plan, plan, promising
 from fp8_gemm.problem import Operands, Problem
@@ -36,12 +38,21 @@ CUBES = (4096, 8192)
 PEERS = ("deep_gemm", "cublas block", "cublas tensor")
 ROUNDS = 5
 MOST_SETS = 16  # input sets: more than L2 holds for all but the smallest shapes
-SEARCHED = 24  # plans timed per shape when searching
+# A search times so many plans of a shape a few times; then the planner's and the fastest again, without the luck of the first time.
+SEARCHED, SEARCH_ROUNDS, FINALISTS = 24, 2, 4
+UNSEEN = 50  # shapes drawn at random for a search, which nobody tuned a plan for
 
 
 def shapes() -> list[tuple[int, int, int]]:
     """Every (M, N, K) that is timed."""
     return [(size,) * 3 for size in CUBES] + [(m, n, k) for m in ROWS for n, k in WEIGHTS]
+
+
+def unseen() -> list[tuple[int, int, int]]:
+    """Random (M, N, K), always the same, M and N of any magnitude alike."""
+    draw = random.Random(50)
+    between = lambda low, high, step: round(low * (high / low) ** draw.random() / step) * step  # noqa: E731
+    return [(between(1, 8192, 1), between(256, 32768, 64), between(512, 16384, 128)) for _ in range(UNSEEN)]
 
 
 def candidates(problem: Problem, sms: int) -> dict[str, Plan]:
@@ -83,12 +94,18 @@ def measure_shape(shape: tuple[int, int, int], sms: int, search: bool, rounds: i
         running, absent = bench.peers(sets)
         calls |= {name: running[name][0] for name in PEERS if name in running}
         missing = {name: absent[name] for name in PEERS if name in absent}
-    first = next(iter(plans))
+    first, losers = next(iter(plans)), []
     outs[0].fill_(float("nan"))
     calls[first][0]()
     a, b = sets[0].quantised(problem.recipe_a, problem.recipe_b)
     exact = reference.matmul_exact(a, b)
     error = float((outs[0].double() - exact).abs().max() / exact.abs().max())
+    if search:
+        compile_all([kernels.kernel_of(problem, chosen) for chosen in plans.values()])
+        timings = bench.measure(calls, rounds=SEARCH_ROUNDS)
+        fastest = sorted(timings, key=lambda name: timings[name].seconds)[:FINALISTS]
+        losers = [{"name": name, "microseconds": timings[name].seconds * 1e6} for name in timings if name not in (first, *fastest)]
+        calls = {name: calls[name] for name in dict.fromkeys((first, *fastest))}
     timings = bench.measure(calls, rounds=rounds)
     rows = [bench.row(name, timing, m, n, k, error=error if name == first else float("nan"), launches=0) for name, timing in timings.items()]
     for row in rows:
@@ -96,7 +113,7 @@ def measure_shape(shape: tuple[int, int, int], sms: int, search: bool, rounds: i
         if row["name"] != first:
             del row["max_rel_error"]
     return {"shape": dict(zip("mnk", shape)), "plan": str(plans[first]), "predicted_us": plans[first].seconds * 1e6, "rows": rows,
-            "missing": missing}  # fmt: skip
+            "missing": missing, **({"losers": losers} if search else {})}  # fmt: skip
 
 
 def line(entry: dict) -> str:
@@ -212,9 +229,9 @@ def main(path: Path, search: bool = False, only: str = "", host: bool = False, l
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     record = {"kind": "search" if search else "library", **report.environment(), "rounds": rounds, "shapes": []}
     with telemetry.Recorder() as recorder:
-        for shape in shapes():
+        for shape in shapes() + (unseen() if search else []):
             if "x".join(map(str, shape)).startswith(only):
-                record["shapes"].append(measure_shape(shape, sms, search, rounds))
+                record["shapes"].append(measure_shape(shape, sms, search, rounds) | ({"unseen": True} if shape not in shapes() else {}))
                 record["telemetry"] = recorder.summary()
                 report.save(record, path)  # a run that is cut short leaves what it has measured
                 print(line(record["shapes"][-1]), flush=True)
@@ -228,7 +245,7 @@ def command_line(arguments: list[str] | None = None) -> None:
     parser.add_argument("--search", action="store_true")
     parser.add_argument("--host", action="store_true")
     parser.add_argument("--layer", action="store_true")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="times that each candidate is timed; 2 are enough for a search")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="times that each candidate is timed, in a search each finalist")
     parser.add_argument("--only", default="", help="beginning of MxNxK")
     main(**{"path" if name == "record" else name: value for name, value in vars(parser.parse_args(arguments)).items()})
 

@@ -116,6 +116,12 @@ def stores_by_tma(plan: Plan, problem: Problem) -> bool:
             and (not problem.accumulate or size == 4))  # fmt: skip
 
 
+def turns(plan: Plan, problem: Problem) -> bool:
+    """Whether the last rows, where half of a tile's rows hold them, are multiplied by tiles on their side: ``Turns`` in kernels/gemm.cu."""
+    return (plan.rounds == 2 and plan.block_y == 64 * plan.consumers and not plan.swap_ab and not vector_scales(problem, plan.swap_ab)
+            and problem.interval is not None and plan.splits == 1 and problem.kind != "k_grouped")  # fmt: skip
+
+
 def panel_bytes(plan: Plan, problem: Problem) -> int:
     """Bytes of a row of D staged together: the widest swizzle span that divides the tile's row."""
     if not stores_by_tma(plan, problem):
@@ -132,9 +138,10 @@ def _tokens(problem: Problem) -> float:
 def _tiles(problem: Problem, plan: Plan) -> int:
     """Tiles of one call, each split counted; at least one, since an empty call still has a plan."""
     across, down = max(1, -(-problem.n // plan.block_n)), _tokens(problem) / plan.block_m
-    if problem.kind == "contiguous" and problem.groups > 1:  # sizes differ: a group's last tile is half full on average
-        return math.ceil(problem.groups * max(1, down + 0.5)) * across
-    return max(1, math.ceil(down)) * across * problem.groups * plan.splits
+    step = 0.5 if turns(plan, problem) else 1  # of a tile's rows: tiles on their side are half as many
+    if problem.kind == "contiguous" and problem.groups > 1:  # sizes differ: a group's last step is half full on average
+        return math.ceil(problem.groups * max(step, down + step / 2) * across)
+    return math.ceil(max(step, math.ceil(down / step) * step) * across) * problem.groups * plan.splits
 
 
 def _together(*times: float) -> float:

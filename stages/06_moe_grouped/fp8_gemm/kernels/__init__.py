@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fp8_gemm.kernels import ahead
-from fp8_gemm.plan import BLOCK_K, PANEL_ROWS, Plan, every_size, panel_bytes, plan, shared_bytes, stores_by_tma, vector_scales
+from fp8_gemm.plan import BLOCK_K, PANEL_ROWS, Plan, every_size, panel_bytes, plan, shared_bytes, stores_by_tma, turns, vector_scales
 from fp8_gemm.problem import Operands, Problem, bytes_spanned, check_disjoint
 from fp8_gemm.tune import lookup
 from hopperlab.kernel import Arguments, Kernel
@@ -116,7 +116,8 @@ def _sides(chosen: Plan, of_a, of_b) -> tuple:
 def _tensor_maps(problem: Problem, chosen: Plan, operands: Operands, out: torch.Tensor) -> tuple[TensorMap, TensorMap, TensorMap]:
     """Of X, of Y and of D; where the threads store D its map is not used, and is X's."""
     x, y = _sides(chosen, _three_dimensions(operands.a), _three_dimensions(operands.b))
-    x_map = TensorMap.tiled(x, box=(BLOCK_K, chosen.block_x, 1), swizzle=128)
+    rows = chosen.block_x // 2 if turns(chosen, problem) else chosen.block_x  # of one copy
+    x_map = TensorMap.tiled(x, box=(BLOCK_K, rows, 1), swizzle=128)
     y_map = TensorMap.tiled(y, box=(BLOCK_K, chosen.block_y, 1), swizzle=128)
     if not stores_by_tma(chosen, problem):
         return x_map, y_map, x_map

@@ -22,7 +22,8 @@ constexpr int Problem = KIND;              // a Kind
 constexpr bool Swapped = SWAPPED;          // X is B
 constexpr int Consumers = CONSUMERS;       // warpgroups that multiply: 1 or 2
 constexpr int Rounds = ROUNDS;             // wgmma tiles of 64 rows that each works on in turn: 1 or 2
-constexpr int BlockX = 64 * Consumers * Rounds;
+constexpr int RoundRows = 64 * Consumers;  // rows of X that one round multiplies
+constexpr int BlockX = RoundRows * Rounds;
 constexpr int BlockY = BLOCK_Y;            // columns of a tile, a multiple of 8; of 16 where TMA stores D
 constexpr int BlockK = 128;                // bytes of k in one slot of the ring
 constexpr int Stages = NUM_STAGES;         // slots of the ring
@@ -57,14 +58,17 @@ constexpr long long KeptBytes = 20 << 20;
 // Outputs are stored while the tensor core works on what follows: the accumulator holds none of them, where sums are promoted.
 constexpr bool Late = Interval > 0 && Splits == 1;
 
+// Where one round holds the last rows of X, its tile lies on its side: both rounds multiply the same RoundRows rows of X, the second
+// by the next BlockY rows of Y. A slot has room for that: what is one more round of X in an upright tile is one more of Y then.
+constexpr bool Turns = Rounds == 2 && BlockY == RoundRows && !Swapped && !VectorY && Late && Problem != KGrouped;
+
 // A factor of its own for every output is read, and multiplied, beside wgmma where registers allow, else after it.
 constexpr bool EarlyFactors = VectorY && Rounds == 1 && BlockY <= 128;
 
 WGMMA_INSTANCE(BLOCK_Y, X_FORMAT, Y_FORMAT)
 
 struct alignas(1024) Shared {              // 1024: the period of a 128-byte swizzle
-  u8 x[Stages][BlockX * BlockK];
-  u8 y[Stages][BlockY * BlockK];
+  u8 operands[Stages][(BlockX + BlockY) * BlockK];  // X's rows, then Y's
   u8 out[4 * Consumers][16 * PanelBytes];  // one panel per warp
   float4 parts[Splits > 1 ? (Splits - 1) * BlockX * BlockY / 4 : 1];  // splits: sums of the cluster's other CTAs, in CTA 0
   float scale_x[Stages][BlockX];           // of the slot's block of k
@@ -87,9 +91,11 @@ struct Arguments {                         // what all warps need to find tiles
   int x_rows, y_rows, k, groups;           // rows of X and Y (tokens: all of them, or per group where Masked); k in elements
 };
 
-// One tile: where its operands begin, where its rows end, which blocks of k it adds up.
+// One tile: where its operands begin, where its rows end, which blocks of k it adds up, whether it lies on its side.
 struct Tile {
-  int group, x, y, x_end, y_end, k_block, k_end, split;
+  int group, x, y, x_end, y_end, k_block, k_end, split, turned;
+  __device__ int x_of(int round) const { return x + (Turns && turned ? 0 : round * RoundRows); }
+  __device__ int y_of(int round) const { return y + (Turns && turned ? round * BlockY : 0); }
 };
 
 // The same for all lanes of a warp. They agree on it already; the shuffle tells the compiler, which then keeps it, loops over it and
@@ -110,15 +116,22 @@ struct Scheduler {
     return max(end - (Problem == Contiguous ? begin(group) : 0), 0);
   }
 
+  // Tiles of so many rows of X and of Y: upright ones, and those on their side.
+  __device__ int upright(int x_rows) const { return Turns ? (x_rows + RoundRows - 1) / BlockX : (x_rows + BlockX - 1) / BlockX; }
+  __device__ int on_side(int x_rows) const { return Turns && upright(x_rows) * BlockX < x_rows; }
+  __device__ int tiles_of(int x_rows, int y_rows) const {
+    const int y_tiles = (y_rows + BlockY - 1) / BlockY;
+    return upright(x_rows) * y_tiles + on_side(x_rows) * ((y_tiles + 1) / 2);
+  }
+
   __device__ bool next(Tile& tile) {
-    const int x_tiles_all = (problem.x_rows + BlockX - 1) / BlockX, y_tiles_all = (problem.y_rows + BlockY - 1) / BlockY;
-    int within = index, x_tiles = x_tiles_all, y_tiles = y_tiles_all, size = 0;
+    int within = index, x_rows = problem.x_rows, y_rows = problem.y_rows, size = 0;
     tile.group = 0;
     if constexpr (Problem == Contiguous || Problem == Masked) {
       for (;; chunk += 32) {
         if (chunk >= problem.groups) return false;
         const int lane = threadIdx.x % 32, mine = tokens(chunk + lane);
-        const int tiles = Swapped ? x_tiles_all * ((mine + BlockY - 1) / BlockY) : (mine + BlockX - 1) / BlockX * y_tiles_all;
+        const int tiles = Swapped ? tiles_of(x_rows, mine) : tiles_of(mine, y_rows);
         int sum = tiles;                                               // of this lane's group and those before it in the chunk
         // BLANK 1: add to sum the tiles of all lower lanes' groups
         for (int step = 1; step < 32; step *= 2) {
@@ -139,18 +152,24 @@ struct Scheduler {
         // END BLANK
         break;
       }
-      (Swapped ? y_tiles : x_tiles) = Swapped ? (size + BlockY - 1) / BlockY : (size + BlockX - 1) / BlockX;
+      (Swapped ? y_rows : x_rows) = size;
     } else {
-      const int per_group = x_tiles * y_tiles;
+      const int per_group = tiles_of(x_rows, y_rows);
       if (index >= per_group * problem.groups) return false;
       if constexpr (Problem == KGrouped) tile.group = index / per_group, within = index % per_group;
     }
     index += gridDim.x / Splits;
     tile.split = blockIdx.x % Splits;                                  // the CTA's rank in its cluster
-    const int first = within / (GroupX * y_tiles) * GroupX;            // in groups of GroupX rows; within a group x runs fastest
-    const int height = min(GroupX, x_tiles - first);
-    within %= GroupX * y_tiles;
-    tile.x = (first + within % height) * BlockX, tile.y = within / height * BlockY;
+    const int x_tiles = upright(x_rows), y_tiles = (y_rows + BlockY - 1) / BlockY;
+    tile.turned = Turns && within >= x_tiles * y_tiles;
+    if (Turns && tile.turned) {
+      tile.x = x_tiles * BlockX, tile.y = (within - x_tiles * y_tiles) * 2 * BlockY;
+    } else {
+      const int first = within / (GroupX * y_tiles) * GroupX;          // in groups of GroupX rows; within a group x runs fastest
+      const int height = min(GroupX, x_tiles - first);
+      within %= GroupX * y_tiles;
+      tile.x = (first + within % height) * BlockX, tile.y = within / height * BlockY;
+    }
     tile.x_end = problem.x_rows, tile.y_end = problem.y_rows;
     // BLANK 3: where the group's tokens lie: move a Contiguous tile to them; end Contiguous and Masked tiles where they end
     if constexpr (Problem == Contiguous) {
@@ -165,6 +184,7 @@ struct Scheduler {
     tile.k_block = tile.split * units / Splits * Unit, tile.k_end = min((tile.split + 1) * units / Splits * Unit, k_blocks);
     if constexpr (Problem == KGrouped)
       tile.k_block = begin(tile.group) / BlockK, tile.k_end = min((problem.ends[tile.group] + BlockK - 1) / BlockK, k_blocks);
+    if constexpr (Turns) tile.turned = uniform(tile.turned);
     if constexpr (Splits > 1 || Problem == KGrouped) tile.k_block = uniform(tile.k_block), tile.k_end = uniform(tile.k_end);
     return true;
   }
@@ -226,9 +246,9 @@ struct Destination {
   }
 };
 
-// A warp stores 16 rows of the tile from row x on. total: what a wgmma leaves in a thread's registers; inlined, it stays there.
+// A warp stores 16 rows of the tile from row x on, columns from y on. total: what a wgmma leaves in a thread's registers; inlined, it stays there.
 __device__ __forceinline__ void store_rows(const float (&total)[BlockY / 2], const TensorMap& map_d, const Destination& to, u8* panel,
-                                           const Tile& tile, int x) {
+                                           const Tile& tile, int x, int y) {
   const int lane = threadIdx.x % 32;
   if constexpr (StoreByTma) {
 #pragma unroll                                                           // total must be indexed by constants to stay in registers
@@ -245,7 +265,7 @@ __device__ __forceinline__ void store_rows(const float (&total)[BlockY / 2], con
         float v[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          const int column = tile.y + first + n + i / 4 * 8 + lane % 4 * 2 + i % 2;
+          const int column = y + first + n + i / 4 * 8 + lane % 4 * 2 + i % 2;
           v[i] = total[(first + n) / 2 + i];
           if (Bias && column < tile.y_end) v[i] += to.bias[column];
         }
@@ -266,7 +286,7 @@ __device__ __forceinline__ void store_rows(const float (&total)[BlockY / 2], con
         constexpr int Chunks = PanelBytes / 16, Elements = 16 / sizeof(Output);   // 16 bytes each
 #pragma unroll 1
         for (int i = lane; i < 16 * Chunks; i += 32) {
-          const int row = i / Chunks, column = tile.y + first + i % Chunks * Elements;
+          const int row = i / Chunks, column = y + first + i % Chunks * Elements;
           if (x + row >= tile.x_end || column >= tile.y_end) continue;
           int4* there = reinterpret_cast<int4*>(&to.D[((long long)group * to.rows + x + row) * to.row_length + column]);
           if constexpr (Accumulate) {                                  // FP32
@@ -283,15 +303,15 @@ __device__ __forceinline__ void store_rows(const float (&total)[BlockY / 2], con
       __syncwarp();
       if (lane == 0) {
         // Every element is added to once, so the sum does not depend on timing. The host sets both only for FP32.
-        if constexpr (Accumulate) tma_reduce_add_3d(&map_d, panel, tile.y + first, x, group);
-        else tma_store_3d(&map_d, panel, tile.y + first, x, group, L2EvictFirst);
+        if constexpr (Accumulate) tma_reduce_add_3d(&map_d, panel, y + first, x, group);
+        else tma_store_3d(&map_d, panel, y + first, x, group, L2EvictFirst);
         tma_store_commit();
       }
     }
   } else {
 #pragma unroll
     for (int i = 0; i < BlockY / 2; ++i)
-      to.store_one(tile, x + lane / 4 + i / 2 % 2 * 8, tile.y + i / 4 * 8 + lane % 4 * 2 + i % 2, total[i]);
+      to.store_one(tile, x + lane / 4 + i / 2 % 2 * 8, y + i / 4 * 8 + lane % 4 * 2 + i % 2, total[i]);
   }
 }
 
@@ -345,8 +365,13 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
           if (lane == 0) {
             mbarrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
             mbarrier_arrive_expect_tx(&shared.full[ring.slot], (BlockX + BlockY) * BlockK);
-            tma_load_3d(shared.x[ring.slot], &map_x, &shared.full[ring.slot], k_block * BlockK, tile.x, group_x, policy_x);
-            tma_load_3d(shared.y[ring.slot], &map_y, &shared.full[ring.slot], k_block * BlockK, tile.y, group_y, policy_y);
+            u8 *x = shared.operands[ring.slot], *second = x + RoundRows * BlockK, *y = x + BlockX * BlockK;
+            tma_load_3d(x, &map_x, &shared.full[ring.slot], k_block * BlockK, tile.x, group_x, policy_x);
+            if (Turns && tile.turned)
+              tma_load_3d(second, &map_y, &shared.full[ring.slot], k_block * BlockK, tile.y_of(1), group_y, policy_y);
+            else if (Turns)
+              tma_load_3d(second, &map_x, &shared.full[ring.slot], k_block * BlockK, tile.x_of(1), group_x, policy_x);
+            tma_load_3d(y, &map_y, &shared.full[ring.slot], k_block * BlockK, tile.y, group_y, policy_y);
           }
           __syncwarp();
         }
@@ -360,13 +385,11 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
     // ---- consumers: Rounds times 64 rows of the tile each ---------------------------------------------------------------
     registers_increase<ConsumerRegisters>();
     const int consumer = warpgroup - 1;
-    const int my_row = consumer * Rounds * 64 + warp * 16 + lane / 4;    // of the tile; the thread's other row is 8 further
-    const u32 my_x = shared_address(shared.x[0]) + consumer * Rounds * 64 * BlockK;
-    const u64 x_first = matrix_descriptor(my_x, Swizzle::Bytes128, 8 * BlockK);
-    const u64 y_first = matrix_descriptor(shared_address(shared.y[0]), Swizzle::Bytes128, 8 * BlockK);
+    const int my_row = consumer * 64 + warp * 16 + lane / 4;             // of a round; the thread's other row is 8 further
+    const u64 first_slot = matrix_descriptor(shared_address(shared.operands[0]), Swizzle::Bytes128, 8 * BlockK);
     const Destination to = {D, bias, d_rows, d_row_length};
     Ring ring;
-    u64 x_slot = x_first, y_slot = y_first;                            // descriptors of the current slot
+    u64 this_slot = first_slot;                                        // descriptor of the current slot
     int last_slot = -1;                                                // of the block before this one, which was not given back yet
     Scheduler scheduler{problem};
     Tile tile, following, before;                                      // this one, the next, the last
@@ -378,8 +401,8 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
         for (int i = 0; i < BlockY / 2; ++i) total[round][i] = 0.0f;
     };
     auto store = [&](int round, const Tile& there) {
-      const int x = there.x + consumer * Rounds * 64 + warp * 16 + round * 64;
-      store_rows(total[round], map_d, to, shared.out[consumer * 4 + warp], there, x);
+      const int x = there.x_of(round) + consumer * 64 + warp * 16;
+      store_rows(total[round], map_d, to, shared.out[consumer * 4 + warp], there, x, there.y_of(round));
     };
     // Late: a tile's last round is stored under the next tile's first wgmma, and a first of two under the tile's last one.
     bool waits = false;                                                // the last round of `before`
@@ -393,13 +416,14 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
     };
     auto advance = [&]() {
       ring.advance();
-      x_slot = ring.slot == 0 ? x_first : x_slot + BlockX * BlockK / 16;
-      y_slot = ring.slot == 0 ? y_first : y_slot + BlockY * BlockK / 16;
+      this_slot = ring.slot == 0 ? first_slot : this_slot + (BlockX + BlockY) * BlockK / 16;
     };
     auto multiply = [&](float (&sum)[BlockY / 2], int round, bool accumulate) {
+      // On its side, a tile's second round has the same rows of X, and its rows of Y where those of X are else.
+      const int back = Turns && round > 0 && tile.turned ? RoundRows * BlockK : 0;
+      const u64 x = this_slot + ((round * RoundRows + consumer * 64) * BlockK - back) / 16, y = this_slot + (BlockX * BlockK - back) / 16;
       wgmma_fence();
-      for (int k = 0; k < BlockK; k += 32)
-        wgmma<BlockY, X_FORMAT, Y_FORMAT>(sum, x_slot + (round * 64 * BlockK + k) / 16, y_slot + k / 16, accumulate || k > 0);
+      for (int k = 0; k < BlockK; k += 32) wgmma<BlockY, X_FORMAT, Y_FORMAT>(sum, x + k / 16, y + k / 16, accumulate || k > 0);
       wgmma_commit();
     };
     bool more = scheduler.next(tile);
@@ -413,8 +437,8 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
           for (int half = 0; half < 2; ++half)
 #pragma unroll
             for (int i = 0; i < ScaleBlocks; ++i) {
-              scale[round][half][i] = shared.scale_x[slot][my_row + 64 * round + 8 * half];
-              if constexpr (!VectorY) scale[round][half][i] *= shared.scale_y[slot][i];
+              scale[round][half][i] = shared.scale_x[slot][my_row + tile.x_of(round) - tile.x + 8 * half];
+              if constexpr (!VectorY) scale[round][half][i] *= shared.scale_y[slot][(tile.y_of(round) - tile.y) / 128 + i];
             }
 #pragma unroll
         for (int round = 0; round < Rounds; ++round) wgmma_hold(scale[round][0]), wgmma_hold(scale[round][1]);  // beside wgmma
@@ -536,7 +560,7 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
           for (int round = 0; round < Rounds; ++round)
 #pragma unroll
             for (int i = 0; i < BlockY / 2; ++i) {
-              const int x = tile.x + my_row + 64 * round + i / 2 % 2 * 8, y = tile.y + i / 4 * 8 + lane % 4 * 2 + i % 2;
+              const int x = tile.x_of(round) + my_row + i / 2 % 2 * 8, y = tile.y + i / 4 * 8 + lane % 4 * 2 + i % 2;
               if (x < tile.x_end && y < tile.y_end)
                 total[round][i] *= scale_x[(x >> of_x.shift) * of_x.row_stride] * scale_y[(y >> of_y.shift) * of_y.row_stride];
             }

@@ -65,10 +65,10 @@ def list_tiles(problem: Problem, chosen: Plan, begins: torch.Tensor, ends: torch
     begins, ends  (groups,) int32, as the kernel gets them; where there are no groups any int32 tensor
     ctas          CTAs that share the tiles; most: tiles of each CTA that are written down
 
-    Returns int32 (ctas, most, 32, 8): what each lane of a warp is given, the fields of struct Tile in order; -1 where there is
-    no tile.
+    Returns int32 (ctas, most, 32, 9): what each lane of a warp is given, the first fields of struct Tile in order; -1 where there
+    is no tile.
     """
-    found = torch.full((ctas, most, 32, 8), -1, dtype=torch.int32, device=begins.device)
+    found = torch.full((ctas, most, 32, 9), -1, dtype=torch.int32, device=begins.device)
     x_rows, y_rows = (problem.n, problem.m) if chosen.swap_ab else (problem.m, problem.n)
     with tempfile.TemporaryDirectory() as folder:
         both = Path(folder) / source.name

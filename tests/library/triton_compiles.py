@@ -12,12 +12,11 @@ from itertools import product
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from fp8_gemm.triton_backend import BLOCK_K, BLOCK_N, GROUP_M, KINDS, gemm_kernel
+from fp8_gemm.triton_backend import BLOCK_K, BLOCK_M, BLOCK_N, FEWER_ROWS, GROUP_M, KINDS, _stages, gemm_kernel
 from hopperlab.triton_ops import INTERPRETED
 
 SHARED_BYTES = {89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
-STAGES = {89: 3, 90: 4, 100: 4, 120: 3}
-POINTERS = {"A": "*fp8e4nv", "B": "*fp8e5", "D": "*bf16", "begins": "*i32", "ends": "*i32"}
+POINTERS = {"D": "*bf16", "begins": "*i32", "ends": "*i32"}
 
 
 def shared_bytes(architecture: int, kind: str, block_m: int, promote: bool, b_shared: bool) -> int:
@@ -26,13 +25,14 @@ def shared_bytes(architecture: int, kind: str, block_m: int, promote: bool, b_sh
         "ACCUMULATE": kind == "k_grouped", "GROUPS": 8, "BLOCK_M": block_m, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K,
         "GROUP_M": GROUP_M,
     }  # fmt: skip
-    types = POINTERS | dict.fromkeys(("scale_a", "scale_b", "bias"), "*fp32")
+    maps = {"a_map": f"tensordesc<fp8e4nv[{block_m}, {BLOCK_K}]>", "b_map": f"tensordesc<fp8e5[{BLOCK_N}, {BLOCK_K}]>"}
+    types = POINTERS | maps | dict.fromkeys(("scale_a", "scale_b", "bias"), "*fp32")
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in gemm_kernel.arg_names}
     # What the launcher would find out by itself: addresses and pitches are multiples of 16.
-    aligned = ("A", "B", "D", "scale_a", "scale_b", "bias", "pitch_a", "pitch_b", "pitch_d", "K")
+    aligned = ("D", "scale_a", "scale_b", "bias", "pitch_d", "K")
     attributes = {(gemm_kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=gemm_kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": 8 if block_m == 128 else 4, "num_stages": STAGES[architecture]}
+    options = {"num_warps": 4, "num_stages": _stages(block_m)}
     binary = compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     return binary.metadata.shared
 
@@ -42,7 +42,7 @@ def main() -> int:
         sys.exit("TRITON_INTERPRET is set; unset it to compile for GPUs")
     wrong = 0
     for architecture, kind in zip(SHARED_BYTES, KINDS) if sys.argv[1:] == ["quick"] else product(SHARED_BYTES, KINDS):
-        used = [shared_bytes(architecture, kind, *variant) for variant in ((128, True, True), (16, False, False))]
+        used = [shared_bytes(architecture, kind, *variant) for variant in ((BLOCK_M, True, True), (FEWER_ROWS[0], False, False))]
         fits = max(used) <= SHARED_BYTES[architecture]
         wrong += not fits
         print(f"sm_{architecture} {kind}: {max(used) // 1024} KB of shared memory" + ("" if fits else ", too much"))

@@ -16,22 +16,28 @@ MAX_ACCUMULATORS = 192
 # The same where two CTAs of one consumer share an SM: 192 registers less about 40; and a half of the SM's 228 KB, less 1 KB each.
 MAX_ACCUMULATORS_OF_TWO, SHARED_BYTES_OF_TWO = 152, 113 * 1024
 
-# The machine, for predictions: rates that are known, and costs fitted to 420 measurements on an H200 (docs/notes/performance.md).
-CLOCK_HZ = 1.7e9  # under FP8 load; the nominal 1.98 GHz is not held
+# The machine, for predictions: rates that are known, and costs fitted to 3100 measurements on an H200 (docs/notes/performance.md).
+CLOCK_HZ = 1.69e9  # under FP8 load; the nominal 1.98 GHz is not held
 MACS_PER_CYCLE = 4096  # of one SM's tensor cores, FP8
 L2_BYTES_PER_CYCLE = 64  # into one SM
 READ_BYTES_PER_S = 4.27e12  # from HBM, all SMs together
-SMS_FOR_FULL_RATE = 0.37  # of all: with fewer SMs at work than this, HBM's rate is theirs, each its share
-LAUNCH_S = 1.8e-6  # of a kernel in a CUDA graph, until its first bytes arrive
+SMS_FOR_FULL_RATE = 0.23  # of all: with fewer SMs at work than this, HBM's rate is theirs, each its share
+# Clusters must lie in one GPC, of 16 or 18 SMs, so that those of 3 or 6 CTAs leave places free: (CTAs of a cluster, CTAs on an SM) to the
+# share of the places that they can fill.
+PLACES = {(3, 1): 0.87, (3, 2): 0.82, (6, 1): 0.79, (6, 2): 0.79}
+LAUNCH_S = 0.4e-6  # of a kernel in a CUDA graph, until its first bytes arrive
 # From a slot of the ring being given back to its being full again: the way to HBM and back, the slot's bytes, and something for each of
 # its rows outside of the operand: TMA fills those with zeros more slowly than it copies others.
-LATENCY_CYCLES, FILL_BYTES_PER_CYCLE, ROW_OUTSIDE_CYCLES = 1440, 40, 8
+LATENCY_CYCLES, FILL_BYTES_PER_CYCLE, ROW_OUTSIDE_CYCLES = 1130, 40, 15
 # Promotion, in shares of the products' time on top of it: each output has a factor of its own, which is read and multiplied; or a tile
-# is wider than the 128 columns that share a scale. With a factor for a row it is hidden: other warps multiply meanwhile.
-VECTOR_FACTORS, TWO_FACTORS = 0.9, 0.12
-# After a tile's last block: the last wgmma and promotion; D's bytes, through shared memory; more for each output where threads store.
-EPILOGUE_CYCLES, STORE_BYTES_PER_CYCLE, SCATTERED_STORE_CYCLES = 250, 16, 0.19
-HAND_OVER_CYCLES, SUM_CYCLES = 300, 0.25  # K split: the cluster's barrier; each output of each part that is sent and added
+# can touch two blocks of 128 columns that share a scale. With a factor for a row it is hidden: other warps multiply meanwhile.
+VECTOR_FACTORS, TWO_FACTORS = 0.9, 0.16
+WAIT_CYCLES = 84  # of a warpgroup between its wgmma and its next one, when it is alone
+# After a CTA's last block: the last wgmma and promotion; D's bytes, through shared memory; more for each output where threads store. And
+# between two of its tiles, where the first one's outputs are stored under the second one's wgmma.
+EPILOGUE_CYCLES, STORE_BYTES_PER_CYCLE, SCATTERED_STORE_CYCLES = 2300, 12.6, 0.13
+BETWEEN_CYCLES = 2200
+HAND_OVER_CYCLES, SUM_CYCLES = 450, 0.08  # K split: the cluster's barrier; each output of each part that is sent and added
 
 
 class Plan(NamedTuple):
@@ -116,10 +122,19 @@ def stores_by_tma(plan: Plan, problem: Problem) -> bool:
             and (not problem.accumulate or size == 4))  # fmt: skip
 
 
+# Tiles on their side cost 1 to 2 % in all others (two rounds whose operands move). They spare a fourth of a tile's rows for each group on
+# average: worth it for groups of this many rows and fewer. Dense problems spare half a tile or nothing, which is known.
+MOST_ROWS_TURNED, MOST_DENSE_ROWS_TURNED = 2048, 4096
+
+
 def turns(plan: Plan, problem: Problem) -> bool:
     """Whether the last rows, where half of a tile's rows hold them, are multiplied by tiles on their side: ``Turns`` in kernels/gemm.cu."""
-    return (plan.rounds == 2 and plan.block_y == 64 * plan.consumers and not plan.swap_ab and not vector_scales(problem, plan.swap_ab)
-            and problem.interval is not None and plan.splits == 1 and problem.kind != "k_grouped")  # fmt: skip
+    if (plan.rounds < 2 or plan.block_y != 64 * plan.consumers or plan.swap_ab or vector_scales(problem, plan.swap_ab)
+            or problem.interval is None or plan.splits > 1):  # fmt: skip
+        return False
+    if problem.kind == "dense":
+        return problem.m <= MOST_DENSE_ROWS_TURNED and 0 < problem.m % plan.block_x <= plan.block_x // 2
+    return problem.kind != "k_grouped" and _tokens(problem) <= MOST_ROWS_TURNED
 
 
 def panel_bytes(plan: Plan, problem: Problem) -> int:
@@ -138,7 +153,7 @@ def _tokens(problem: Problem) -> float:
 def _tiles(problem: Problem, plan: Plan) -> int:
     """Tiles of one call, each split counted; at least one, since an empty call still has a plan."""
     across, down = max(1, -(-problem.n // plan.block_n)), _tokens(problem) / plan.block_m
-    step = 0.5 if turns(plan, problem) else 1  # of a tile's rows: tiles on their side are half as many
+    step = 0.5 if turns(plan, problem) else 1  # of a tile's rows; tiles on their side are half as many
     if problem.kind == "contiguous" and problem.groups > 1:  # sizes differ: a group's last step is half full on average
         return math.ceil(problem.groups * max(step, down + step / 2) * across)
     return math.ceil(max(step, math.ceil(down / step) * step) * across) * problem.groups * plan.splits
@@ -159,16 +174,18 @@ def _predict(problem: Problem, plan: Plan) -> float:
     # A block of k: its products, while its bytes come from L2 and while the slots given back are filled again.
     multiply = block_x * block_y * BLOCK_K / MACS_PER_CYCLE
     if problem.interval is not None:
-        factors = VECTOR_FACTORS if vector_scales(problem, plan.swap_ab) else TWO_FACTORS if block_y > 128 else 0
+        factors = VECTOR_FACTORS if vector_scales(problem, plan.swap_ab) else TWO_FACTORS if _scale_blocks(block_y) > 1 else 0
         multiply *= 1 + factors * BLOCK_K / problem.interval
     slot = (block_x + block_y) * BLOCK_K
     rows, block = (tokens, block_y) if plan.swap_ab else (tokens, block_x)
     outside = block - rows / max(1, math.ceil(rows / block)) if problem.kind in ("dense", "k_grouped") else 0
     refill = (LATENCY_CYCLES + slot / FILL_BYTES_PER_CYCLE + ROW_OUTSIDE_CYCLES * outside) / plan.num_stages
 
+    alone = plan.rounds * (64 * block_y * BLOCK_K / MACS_PER_CYCLE + WAIT_CYCLES)  # a warpgroup's own pieces, one after another
+
     def products(ctas: int) -> float:
         """Cycles until the CTAs that share an SM have each multiplied their tile: latencies overlap, the SM's work adds up."""
-        return k_blocks * _together(ctas * multiply, ctas * slot / L2_BYTES_PER_CYCLE, refill)
+        return k_blocks * _together(ctas * multiply, ctas * slot / L2_BYTES_PER_CYCLE, refill, alone)
 
     outputs, size = block_x * block_y, problem.out_dtype.itemsize
     tail = EPILOGUE_CYCLES + outputs * size * (2 if problem.accumulate else 1) / STORE_BYTES_PER_CYCLE
@@ -177,9 +194,12 @@ def _predict(problem: Problem, plan: Plan) -> float:
     if plan.splits > 1:
         tail += HAND_OVER_CYCLES + (plan.splits - 1) * SUM_CYCLES * outputs
 
-    full_waves = plan.waves - 1
-    in_last_wave = plan.tiles - full_waves * plan.num_sms * plan.ctas_per_sm
-    cycles = full_waves * (products(plan.ctas_per_sm) + tail) + products(-(-in_last_wave // plan.num_sms))
+    at_once = int(plan.num_sms * plan.ctas_per_sm * PLACES.get((plan.splits, plan.ctas_per_sm), 1))
+    full_waves = (plan.tiles - 1) // at_once
+    in_last_wave = plan.tiles - full_waves * at_once
+    # A tile is stored while the next is multiplied, if its sums are promoted.
+    between = BETWEEN_CYCLES if problem.interval is not None and plan.splits == 1 else tail
+    cycles = full_waves * (products(plan.ctas_per_sm) + between) + products(-(-in_last_wave // plan.num_sms))
 
     all_tokens = groups * tokens if problem.kind in ("contiguous", "masked") else problem.m
     weights = groups if problem.kind in ("contiguous", "masked") else 1
@@ -226,7 +246,7 @@ def bucketed(problem: Problem) -> Problem:
     return with_tokens(problem, bucket(problem.k if problem.kind == "k_grouped" else problem.m))
 
 
-MOST_TOKENS, MOST_OF_A_GROUP = 65536, 1024  # the larger counts; more lead to no other plan, which a test asserts
+MOST_TOKENS, MOST_OF_A_GROUP = 65536, 2304  # the larger counts; more lead to no other plan, which a test asserts
 
 
 def every_size(problem: Problem) -> list[Problem]:
@@ -303,7 +323,7 @@ def promising(problem: Problem, sms: int, count: int) -> list[Plan]:
 ROWS_TOGETHER = 8
 ROWS = {64: (1, 1), 128: (2, 1), 256: (2, 2)}  # rows of X: (consumers, rounds)
 # Columns that are tried: about those that were timed. Others (multiples of 16, or of 8 if swapped) only where they are asked for.
-COLUMNS, COLUMNS_SWAPPED = (16, 32, 64, 96, 128, 160, 192, 224, 256), (8, 16, 24, 32, 48, 64, 96, 128)
+COLUMNS, COLUMNS_SWAPPED = (16, 32, 64, 96, 112, 128, 160, 192, 224, 256), (8, 16, 24, 32, 48, 64, 96, 128)
 # Parts of K, likewise. Clusters of 4 and 8 CTAs were never the fastest; they may leave part of a GPC's 16 or 18 SMs unused.
 SPLITS, MAX_SPLITS = (2, 3, 6), 8
 
@@ -332,6 +352,8 @@ def _candidates(problem: Problem, sms: int, batch_invariant: bool = False, split
         for block_x in rows:
             consumers, rounds = ROWS[block_x]
             for block_y in columns:
+                if block_y == 112 and block_x != 128 and block_y not in asked:
+                    continue  # pays where N is 7168 and K is split, for it cuts N into 64; else one kernel more
                 one = Plan(swapped, consumers, rounds, block_y, 0, 1, ROWS_TOGETHER, 1, sms, 0, 0.0)
                 yield one
                 if problem.kind == "dense":

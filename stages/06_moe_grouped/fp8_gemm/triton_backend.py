@@ -1,7 +1,7 @@
 """All kinds of GEMM in one Triton kernel, for GPUs with FP8 tensor cores that are not Hopper (compute capability 8.9 and later).
 
-One program computes one tile. Loads go through tensor descriptors: TMA where the GPU has it, masked loads elsewhere; rows of a
-tile that belong to another group are computed and not stored. Promotion is every 128 of K, or never: an interval of 256 is
+One program computes one tile. Loads go through tensor descriptors that the host makes: TMA where the GPU has it, masked loads
+elsewhere; rows of a tile that belong to another group are computed and not stored. Promotion is every 128 of K, or never: an interval of 256 is
 promoted every 128 as well, which is more exact.
 """
 
@@ -10,26 +10,28 @@ import contextlib
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fp8_gemm.problem import Operands, Problem
 from hopperlab.triton_ops import dot_fp8, round_to
 
-BLOCK_N, BLOCK_K, GROUP_M = 128, 128, 8
-INVARIANT_BLOCK_M = 64  # of every M when results must not depend on it
+# Tiles of 64 rows leave room for three programs on an SM: while one promotes, another multiplies. 128 rows were a fifth slower, and
+# so were 8 rows of tiles together instead of 32.
+BLOCK_N, BLOCK_K, GROUP_M = 128, 128, 32
+BLOCK_M, FEWER_ROWS = 64, (16, 32)
 KINDS = {"dense": tl.constexpr(0), "contiguous": tl.constexpr(1), "masked": tl.constexpr(2), "k_grouped": tl.constexpr(3)}
 CONTIGUOUS, MASKED, K_GROUPED = KINDS["contiguous"], KINDS["masked"], KINDS["k_grouped"]
 
 
 @triton.jit
-def gemm_kernel(A, B, scale_a, scale_b, bias, D, begins, ends, rows_a, rows_b, M, N, K, groups, pitch_a, pitch_b, pitch_d,
-                group_of_d, row_of_scale_a, k_of_scale_a, group_of_scale_a, row_of_scale_b, k_of_scale_b, group_of_scale_b,
+def gemm_kernel(a_map, b_map, scale_a, scale_b, bias, D, begins, ends, M, N, K, groups, pitch_d, group_of_d, row_of_scale_a, k_of_scale_a, group_of_scale_a, row_of_scale_b, k_of_scale_b, group_of_scale_b,
                 KIND: tl.constexpr, PROMOTE: tl.constexpr, B_SHARED: tl.constexpr, BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
                 GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                 GROUP_M: tl.constexpr):  # fmt: skip
     """D = A times B transposed, for tile program_id(0) of group program_id(1).
 
-    A is (rows_a, K), B (rows_b, K): the groups of masked and weight tensors one under another. B_SHARED: 128 rows of B share a
-    scale. begins, ends: of the rows (contiguous) or the K (k_grouped) of each group; masked: ends counts its rows.
+    a_map and b_map describe A (rows, K) and B (rows, K): the groups of masked and weight tensors one under another. B_SHARED: 128
+    rows of B share a scale. begins, ends: of the rows (contiguous) or the K (k_grouped) of each group; masked: ends counts its rows.
     """
     tiles_m = tl.cdiv(M, BLOCK_M)
     if KIND == CONTIGUOUS:
@@ -66,8 +68,6 @@ def gemm_kernel(A, B, scale_a, scale_b, bias, D, begins, ends, rows_a, rows_b, M
             a_row += group * M
         if KIND == CONTIGUOUS or KIND == MASKED:
             b_row += group * N
-        a_map = tl.make_tensor_descriptor(A, [rows_a, K], [pitch_a, 1], [BLOCK_M, BLOCK_K])
-        b_map = tl.make_tensor_descriptor(B, [rows_b, K], [pitch_b, 1], [BLOCK_N, BLOCK_K])
         m = m0.to(tl.int64) + tl.arange(0, BLOCK_M)
         n = n0.to(tl.int64) + tl.arange(0, BLOCK_N)
         row_scales = scale_a + group.to(tl.int64) * group_of_scale_a + m * row_of_scale_a
@@ -110,30 +110,27 @@ def run(problem: Problem, operands: Operands, out: torch.Tensor, *, batch_invari
 
         return reference_backend.run(problem, operands, out)
     rows = triton.cdiv(problem.m, problem.groups) if problem.kind == "contiguous" else problem.m  # that a group has, about
-    block_m = INVARIANT_BLOCK_M if batch_invariant else next((size for size in (16, 32, 64) if rows <= size), 128)
+    block_m = next((size for size in FEWER_ROWS if rows <= size and not batch_invariant), BLOCK_M)
     a, b = _for_descriptor(operands.a), _for_descriptor(operands.b)
     begins, ends = _group_bounds(problem, operands)
     tiles_m = triton.cdiv(problem.m, block_m) + (problem.groups if problem.kind == "contiguous" else 0)
     grid = (tiles_m * triton.cdiv(problem.n, BLOCK_N), problem.groups if problem.kind in ("masked", "k_grouped") else 1)
     with torch.cuda.device(out.device) if out.is_cuda else contextlib.nullcontext():
-        # The descriptors are made on the GPU, in memory that Triton asks for.
-        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=out.device))
         gemm_kernel[grid](
-            a, b, operands.a_scale, operands.b_scale, operands.a_scale if operands.bias is None else operands.bias, out, begins,
-            ends, a.shape[0], b.shape[0], problem.m, problem.n, a.shape[1], problem.groups, a.stride(0), b.stride(0),
-            out.stride(-2), out.stride(0) if out.dim() == 3 else 0,
+            TensorDescriptor.from_tensor(a, [block_m, BLOCK_K]), TensorDescriptor.from_tensor(b, [BLOCK_N, BLOCK_K]), operands.a_scale,
+            operands.b_scale, operands.a_scale if operands.bias is None else operands.bias, out, begins, ends, problem.m, problem.n,
+            a.shape[1], problem.groups, out.stride(-2), out.stride(0) if out.dim() == 3 else 0,
             *_scale_strides(operands.a_scale, problem.recipe_a), *_scale_strides(operands.b_scale, problem.recipe_b),
             KIND=KINDS[problem.kind], PROMOTE=problem.interval is not None, B_SHARED=problem.recipe_b == "128x128",
             BIAS=problem.bias, ACCUMULATE=problem.accumulate, GROUPS=triton.next_power_of_2(problem.groups),
             BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=GROUP_M,
-            num_warps=8 if block_m == 128 else 4, num_stages=_stages(out.device),
+            num_warps=4, num_stages=_stages(block_m),
         )  # fmt: skip
 
 
-def _stages(device: torch.device) -> int:
-    """Pipeline stages that fit: each holds 32 KB; datacenter GPUs have 227 KB of shared memory for a CTA, others 99."""
-    large = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
-    return 4 if large else 3
+def _stages(block_m: int) -> int:
+    """Pipeline stages: 72 or 80 KB of the 99 KB that a CTA has on the smallest of these GPUs, and a third of a Hopper SM's."""
+    return 3 if block_m == BLOCK_M else 4
 
 
 def _for_descriptor(data: torch.Tensor) -> torch.Tensor:

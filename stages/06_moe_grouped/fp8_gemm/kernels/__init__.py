@@ -25,7 +25,7 @@ SMS_OF_AN_H200 = 132  # what plans for the simulator are made for
 @functools.cache
 def kernel(constants: tuple) -> Kernel:
     """The kernel for one plan's constants. M, N and K are arguments: a new shape with the same plan compiles nothing, and all M of one
-    N and K have about a dozen plans."""
+    N and K have a dozen to twenty plans."""
     macros = dict(constants)
     # Where each row of Y has a scale of its own, each FFMA has a factor of its own: there is no operand to keep.
     return Kernel(SOURCE, "gemm", macros, dense_ffma=not macros["VECTOR_Y"])
@@ -75,6 +75,7 @@ def constants_of(problem: Problem, chosen: Plan) -> dict:
         "KIND": KINDS[problem.kind], "SWAPPED": int(chosen.swap_ab), "CONSUMERS": chosen.consumers, "ROUNDS": chosen.rounds,
         "BLOCK_Y": chosen.block_y, "NUM_STAGES": chosen.num_stages, "GROUP_X": chosen.group, "SPLITS": chosen.splits, "CTAS_PER_SM": chosen.ctas_per_sm,
         "INTERVAL": (problem.interval or 0) // BLOCK_K, "VECTOR_Y": int(vector_scales(problem, chosen.swap_ab)),
+        "TURNS": int(turns(chosen, problem)),
         "STORE_BY_TMA": int(stores_by_tma(chosen, problem)), "ACCUMULATE": int(problem.accumulate), "BIAS": int(problem.bias),
         "OUTPUT": OUTPUT[problem.out_dtype], "X_FORMAT": x_format, "Y_FORMAT": y_format,
     }  # fmt: skip

@@ -31,6 +31,7 @@ constexpr int GroupX = GROUP_X;            // rows of tiles that are worked on t
 constexpr int Splits = SPLITS;             // parts that K is cut into, one for each CTA of a cluster; added up in order
 constexpr int Interval = INTERVAL;         // blocks of k between promotions; 0: never, one accumulator over all of k
 constexpr bool VectorY = VECTOR_Y;         // every row of Y has its own scale; else every 128 of them share one
+constexpr bool Turns = TURNS;              // last rows in tiles on their side, see below: 2 rounds of promoted sums only
 constexpr bool StoreByTma = STORE_BY_TMA;  // D's rows are multiples of 16 bytes, and X is A
 constexpr bool Accumulate = ACCUMULATE;    // add to what D holds
 constexpr bool Bias = BIAS;                // one FP32 number per n
@@ -58,9 +59,14 @@ constexpr long long KeptBytes = 20 << 20;
 // Outputs are stored while the tensor core works on what follows: the accumulator holds none of them, where sums are promoted.
 constexpr bool Late = Interval > 0 && Splits == 1;
 
-// Where one round holds the last rows of X, its tile lies on its side: both rounds multiply the same RoundRows rows of X, the second
-// by the next BlockY rows of Y. A slot has room for that: what is one more round of X in an upright tile is one more of Y then.
-constexpr bool Turns = Rounds == 2 && BlockY == RoundRows && !Swapped && !VectorY && Late && Problem != KGrouped;
+// Where one round holds the last rows of X, a tile lies on its side: both rounds multiply the same RoundRows rows of X, the second
+// by the next BlockY rows of Y. A slot has room for that: where an upright tile has its second round of X, it has one more of Y.
+static_assert(!Turns || (Rounds == 2 && BlockY == RoundRows && Late && !Swapped && !VectorY && Problem != KGrouped));
+
+// A slot's X and Y lie side by side, except for two upright rounds, whose loop was compiled to a slower one with that.
+constexpr bool SideBySide = Rounds == 1 || Turns;
+constexpr int SlotX = (SideBySide ? BlockX + BlockY : BlockX) * BlockK, SlotY = SideBySide ? SlotX : BlockY * BlockK;
+constexpr int FirstY = (SideBySide ? 1 : Stages) * BlockX * BlockK;    // bytes before Y of slot 0
 
 // A factor of its own for every output is read, and multiplied, beside wgmma where registers allow, else after it.
 constexpr bool EarlyFactors = VectorY && Rounds == 1 && BlockY <= 128;
@@ -68,7 +74,7 @@ constexpr bool EarlyFactors = VectorY && Rounds == 1 && BlockY <= 128;
 WGMMA_INSTANCE(BLOCK_Y, X_FORMAT, Y_FORMAT)
 
 struct alignas(1024) Shared {              // 1024: the period of a 128-byte swizzle
-  u8 operands[Stages][(BlockX + BlockY) * BlockK];  // X's rows, then Y's
+  u8 operands[Stages * (BlockX + BlockY) * BlockK];  // of slot s: X at s * SlotX, Y at FirstY + s * SlotY
   u8 out[4 * Consumers][16 * PanelBytes];  // one panel per warp
   float4 parts[Splits > 1 ? (Splits - 1) * BlockX * BlockY / 4 : 1];  // splits: sums of the cluster's other CTAs, in CTA 0
   float scale_x[Stages][BlockX];           // of the slot's block of k
@@ -93,9 +99,9 @@ struct Arguments {                         // what all warps need to find tiles
 
 // One tile: where its operands begin, where its rows end, which blocks of k it adds up, whether it lies on its side.
 struct Tile {
-  int group, x, y, x_end, y_end, k_block, k_end, split, turned;
-  __device__ int x_of(int round) const { return x + (Turns && turned ? 0 : round * RoundRows); }
-  __device__ int y_of(int round) const { return y + (Turns && turned ? round * BlockY : 0); }
+  int group, x, y, x_end, y_end, k_block, k_end, split, turned, x_step, y_step;
+  __device__ int x_of(int round) const { return x + (round > 0 ? Turns ? x_step : RoundRows : 0); }
+  __device__ int y_of(int round) const { return y + (round > 0 && Turns ? y_step : 0); }
 };
 
 // The same for all lanes of a warp. They agree on it already; the shuffle tells the compiler, which then keeps it, loops over it and
@@ -184,7 +190,8 @@ struct Scheduler {
     tile.k_block = tile.split * units / Splits * Unit, tile.k_end = min((tile.split + 1) * units / Splits * Unit, k_blocks);
     if constexpr (Problem == KGrouped)
       tile.k_block = begin(tile.group) / BlockK, tile.k_end = min((problem.ends[tile.group] + BlockK - 1) / BlockK, k_blocks);
-    if constexpr (Turns) tile.turned = uniform(tile.turned);
+    tile.x_step = tile.turned ? 0 : RoundRows, tile.y_step = tile.turned ? BlockY : 0;
+    if constexpr (Turns) tile.turned = uniform(tile.turned), tile.x_step = uniform(tile.x_step), tile.y_step = uniform(tile.y_step);
     if constexpr (Splits > 1 || Problem == KGrouped) tile.k_block = uniform(tile.k_block), tile.k_end = uniform(tile.k_end);
     return true;
   }
@@ -246,7 +253,7 @@ struct Destination {
   }
 };
 
-// A warp stores 16 rows of the tile from row x on, columns from y on. total: what a wgmma leaves in a thread's registers; inlined, it stays there.
+// A warp stores 16 rows of the tile from row x on and column y on. total: what a wgmma leaves in a thread's registers; inlined, it stays there.
 __device__ __forceinline__ void store_rows(const float (&total)[BlockY / 2], const TensorMap& map_d, const Destination& to, u8* panel,
                                            const Tile& tile, int x, int y) {
   const int lane = threadIdx.x % 32;
@@ -365,7 +372,7 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
           if (lane == 0) {
             mbarrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
             mbarrier_arrive_expect_tx(&shared.full[ring.slot], (BlockX + BlockY) * BlockK);
-            u8 *x = shared.operands[ring.slot], *second = x + RoundRows * BlockK, *y = x + BlockX * BlockK;
+            u8 *x = shared.operands + ring.slot * SlotX, *second = x + RoundRows * BlockK, *y = shared.operands + FirstY + ring.slot * SlotY;
             tma_load_3d(x, &map_x, &shared.full[ring.slot], k_block * BlockK, tile.x, group_x, policy_x);
             if (Turns && tile.turned)
               tma_load_3d(second, &map_y, &shared.full[ring.slot], k_block * BlockK, tile.y_of(1), group_y, policy_y);
@@ -386,10 +393,11 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
     registers_increase<ConsumerRegisters>();
     const int consumer = warpgroup - 1;
     const int my_row = consumer * 64 + warp * 16 + lane / 4;             // of a round; the thread's other row is 8 further
-    const u64 first_slot = matrix_descriptor(shared_address(shared.operands[0]), Swizzle::Bytes128, 8 * BlockK);
+    const u64 first_slot = matrix_descriptor(shared_address(shared.operands), Swizzle::Bytes128, 8 * BlockK);
+    const u64 x_first = first_slot + consumer * (64 * BlockK / 16), y_first = first_slot + FirstY / 16;
     const Destination to = {D, bias, d_rows, d_row_length};
     Ring ring;
-    u64 this_slot = first_slot;                                        // descriptor of the current slot
+    u64 x_slot = x_first, y_slot = y_first;                            // descriptors of the current slot
     int last_slot = -1;                                                // of the block before this one, which was not given back yet
     Scheduler scheduler{problem};
     Tile tile, following, before;                                      // this one, the next, the last
@@ -416,12 +424,13 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
     };
     auto advance = [&]() {
       ring.advance();
-      this_slot = ring.slot == 0 ? first_slot : this_slot + (BlockX + BlockY) * BlockK / 16;
+      x_slot = ring.slot == 0 ? x_first : x_slot + SlotX / 16;
+      y_slot = ring.slot == 0 ? y_first : y_slot + SlotY / 16;
     };
     auto multiply = [&](float (&sum)[BlockY / 2], int round, bool accumulate) {
       // On its side, a tile's second round has the same rows of X, and its rows of Y where those of X are else.
-      const int back = Turns && round > 0 && tile.turned ? RoundRows * BlockK : 0;
-      const u64 x = this_slot + ((round * RoundRows + consumer * 64) * BlockK - back) / 16, y = this_slot + (BlockX * BlockK - back) / 16;
+      const u32 step = round * RoundRows * BlockK / 16, turned_step = Turns && round > 0 ? tile.x_step * (BlockK / 16) : step;
+      const u64 x = x_slot + turned_step, y = y_slot + turned_step - step;
       wgmma_fence();
       for (int k = 0; k < BlockK; k += 32) wgmma<BlockY, X_FORMAT, Y_FORMAT>(sum, x + k / 16, y + k / 16, accumulate || k > 0);
       wgmma_commit();
@@ -438,7 +447,7 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
 #pragma unroll
             for (int i = 0; i < ScaleBlocks; ++i) {
               scale[round][half][i] = shared.scale_x[slot][my_row + tile.x_of(round) - tile.x + 8 * half];
-              if constexpr (!VectorY) scale[round][half][i] *= shared.scale_y[slot][(tile.y_of(round) - tile.y) / 128 + i];
+              if constexpr (!VectorY) scale[round][half][i] *= shared.scale_y[slot][(u32)(tile.y_of(round) - tile.y) / 128 + i];
             }
 #pragma unroll
         for (int round = 0; round < Rounds; ++round) wgmma_hold(scale[round][0]), wgmma_hold(scale[round][1]);  // beside wgmma

@@ -95,7 +95,7 @@ def test_one_n_and_k_need_a_dozen_kernels_whatever_m(problem):
     """Every M up to 8192, and larger ones; warmup does not go through those beyond 65536."""
     kernel = lambda sized: (cut(plan(sized)), plans.turns(plan(sized), sized))  # noqa: E731
     known = {kernel(sized) for sized in plans.every_size(problem)}
-    assert len(known) <= 20
+    assert len(known) <= 24
     for tokens in [*range(8193), *range(8193, 400000, 3001), 2**20, 2**24]:
         assert kernel(plans.with_tokens(problem, tokens)) in known, tokens
 

@@ -245,7 +245,7 @@ def _problem_of(kind, a, b, k_offsets, bias, accumulate, out_dtype, recipe, inte
 def warmup(shapes, *, device: torch.device | str | None = None, backend: str | None = None, **description) -> list[Explanation]:
     """Make ready whatever calls of these shapes compile or tune (and keep it on disk) before it matters.
 
-    shapes       (N, K): for every M, which takes a dozen to twenty kernels (k_grouped problems: M = 1, 16, 64, 128, 512 and 4096);
+    shapes       (N, K): for every M, which takes one to two dozen kernels (k_grouped problems: M = 1, 16, 64, 128, 512 and 4096);
                  or, for one M alone, (M, N, K) or Problems
     device       where; by default the current GPU. Without a GPU the kernels are compiled as for an H200 (132 SMs) and nothing
                  runs, so that an image can be built with a filled cache; device="cpu" runs the CPU's backend instead

@@ -124,7 +124,7 @@ def stores_by_tma(plan: Plan, problem: Problem) -> bool:
 
 # Tiles on their side cost 1 to 2 % in all others (two rounds whose operands move). They spare a fourth of a tile's rows for each group on
 # average: worth it for groups of this many rows and fewer. Dense problems spare half a tile or nothing, which is known.
-MOST_ROWS_TURNED, MOST_DENSE_ROWS_TURNED = 2048, 4096
+MOST_ROWS_TURNED, MOST_DENSE_ROWS_TURNED = 2048, 8192
 
 
 def turns(plan: Plan, problem: Problem) -> bool:

@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+import torch
 
 from hopperlab import stage
 
@@ -119,6 +120,34 @@ def test_grouped_record_has_every_family_and_the_models_bits(grouped, grouped_re
     assert {row["routing"] for row in grouped_record["skew"]} == set(grouped.ROUTINGS)
     bits = [value for family in names for row in grouped_record[family] for key, value in row.items() if key.startswith("same_bits")]
     assert len(bits) > 10 and all(bits)
+
+
+def test_each_row_says_which_case_it_is_of(grouped, grouped_record):
+    made = grouped.cases(grouped.SMALL, torch.device("cpu"))
+    families = {row["case"]: family for family in ("contiguous", "masked", "dense", "skew") for row in grouped_record[family]}
+    assert families == {name: family for name, (family, _) in made.items()}
+
+
+def test_counters_are_read_for_the_calls_that_a_case_makes(grouped, grouped_record, monkeypatch):
+    """In the order in which the program under Nsight Compute makes them; DeepGEMM's comes last."""
+    asked = []
+    monkeypatch.setattr(grouped.counters, "read", lambda program, calls: asked.append((program, calls)) or [{}] * len(calls))
+    rows = [row for family in ("contiguous", "masked", "dense", "skew") for row in grouped_record[family]]
+    for case in {row["case"]: None for row in rows}:
+        grouped.counters_of(case)
+        (program, calls), ran = asked.pop(), [row["name"] for row in rows if row["case"] == case]
+        assert calls == [name for name in ran if name != "deep_gemm"] + ["deep_gemm"] and program[-2:] == ["--case", case]
+
+
+def test_slower_cases_are_those_below_one(grouped):
+    times = lambda **found: [{"name": name, "microseconds": time} for name, time in found.items()]  # noqa: E731
+    library = {"shapes": [{"shape": {"m": 1, "n": 2, "k": 3}, "rows": times(library=2.0, deep_gemm=1.0)},
+                          {"shape": {"m": 4, "n": 5, "k": 6}, "rows": times(library=1.0, deep_gemm=2.0)},
+                          {"shape": {"m": 7, "n": 8, "k": 9}, "rows": times(library=1.0)}]}  # fmt: skip
+    row = lambda case, name, **more: {"case": case, "name": name, **more}  # noqa: E731
+    moe = {"contiguous": [row("a", "unpadded", speed_of_deep_gemm=0.9), row("a", "padded", speed_of_deep_gemm=0.8)],
+           "masked": [row("b", "masked", speed_of_deep_gemm=1.1), row("c", "masked")], "skew": []}  # fmt: skip
+    assert grouped.slower(moe, library) == {"dense, 1×2×3": 0.5, "a": 0.9}
 
 
 def test_a_missing_peer_is_recorded(grouped_record):

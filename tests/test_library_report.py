@@ -87,6 +87,13 @@ LAYER = {"kind": "layer", **ORIGIN, **TELEMETRY, "layer": {"hidden": 4096, "inte
          "rows": [{"name": name, "tokens": 16, "phase": "decode", "microseconds": time, "spread": 0.01, "tflops": 1.0,
                    "difference_from_bf16": error} for name, time, error in WAYS]}  # fmt: skip
 
+COUNTERS = {"kind": "slower", **ORIGIN, "cases": [
+    {"case": "contiguous, 2 groups", "speed_of_deep_gemm": 0.98, "rows": [
+        {"name": name, "counters": {"cycles": cycles, "tensor_pipe": 84.61, "issue": 35.0, "l2_bytes": 8.054e9, "hbm_bytes": 0.5e9, "hbm": 12.4}}
+        for name, cycles in (("unpadded", 120_400), ("padded", 1), ("deep_gemm", 118_000))]},
+    {"case": "masked, 2 groups", "speed_of_deep_gemm": 0.99, "rows": [], "error": "ncu: no"},
+]}  # fmt: skip
+
 
 def cells(markdown, start):
     """The cells of the one table row that begins so."""
@@ -122,7 +129,7 @@ def test_no_figure_of_the_page_is_written_by_hand():
 
 def test_without_records_the_page_says_so():
     assert library_report.targets_markdown(None, None, None) == library_report.MISSING
-    for table in ("dense", "decode", "moe", "host", "search", "invariant", "layer"):
+    for table in ("dense", "decode", "moe", "host", "search", "invariant", "layer", "slower"):
         assert getattr(library_report, f"{table}_markdown")(None) == library_report.MISSING
     assert library_report.readme_markdown(None, MOE) == library_report.MISSING
 
@@ -230,6 +237,13 @@ def test_what_batch_invariance_costs():
     assert library_report.invariant_markdown(older) == library_report.MISSING
 
 
+def test_counters_where_deep_gemm_is_faster():
+    table = library_report.slower_markdown(COUNTERS)
+    assert cells(table, "0.980") == ["0.980", "120.4", "84.6", "35.0", "8.05", "0.50", "12", "library", "contiguous, 2 groups"]
+    assert cells(table, " | 118.0")[-2:] == ["DeepGEMM", ""] and "| 0.0 |" not in table
+    assert "No counters: masked, 2 groups, `ncu: no`" in table
+
+
 def test_a_layer_by_the_way_its_linears_are_computed():
     table = library_report.layer_markdown(LAYER)
     assert cells(table, "16") == ["16", "120.0", "80.0", "88.0", "1.500", "1.100", "2.0e-02", "decode"]
@@ -271,7 +285,7 @@ def test_plots_draw_every_shape():
 
 def test_all_is_written_into_the_pages(tmp_path, monkeypatch):
     (tmp_path / "docs" / "results").mkdir(parents=True)
-    for name, record in (("LIBRARY", LIBRARY), ("HOST", HOST), ("MOE", MOE), ("SEARCH", SEARCH), ("LAYER", LAYER)):
+    for name, record in (("LIBRARY", LIBRARY), ("HOST", HOST), ("MOE", MOE), ("SEARCH", SEARCH), ("LAYER", LAYER), ("COUNTERS", COUNTERS)):
         (tmp_path / "docs" / "results" / getattr(library_report, name)).write_text(json.dumps(record))
     for file in ("README.md", library_report.PAGE):
         shutil.copy(stage.root() / file, tmp_path / file)

@@ -24,6 +24,9 @@ METRICS = {
     "l1tex__t_sector_hit_rate.pct": ("l1_hit_rate", "sectors found in L1"),
     "lts__t_sector_hit_rate.pct": ("l2_hit_rate", "sectors found in L2"),
     "dram__throughput.avg.pct_of_peak_sustained_elapsed": ("hbm", "HBM"),
+    "sm__cycles_active.max": ("cycles", "cycles of the busiest SM"),
+    "lts__t_bytes.sum": ("l2_bytes", "bytes through L2"),
+    "dram__bytes.sum": ("hbm_bytes", "bytes from and to HBM"),
     "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum": ("bank_conflicts", "extra shared-memory passes"),
     "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio": ("stall_global", "warps waiting for global memory, per issue"),
     "smsp__average_warps_issue_stalled_short_scoreboard_per_issue_active.ratio": ("stall_shared", "… for shared memory"),
@@ -44,11 +47,16 @@ def find_ncu() -> str:
 
 
 def profile(stage: str, steps: list[str], shape: tuple[int, int, int]) -> list[dict[str, float]]:
-    """Counters of one call of each step, in a process of its own. Raises RuntimeError with ncu's words when it refuses.
+    """Counters of one call of each step, in a process of its own. Raises RuntimeError with ncu's words when it refuses."""
+    return read([sys.executable, "-m", "hopperlab.counters", stage, *map(str, shape), *steps], steps)
 
-    The clocks are left alone; counters are ratios to peaks, so they do not depend on them.
+
+def read(program: list[str], calls: list[str]) -> list[dict[str, float]]:
+    """Counters of the kernels that a program launches between profiler marks: one kernel for each of these calls.
+
+    The clocks are left alone; most counters are ratios to peaks, so they do not depend on them. Raises RuntimeError with ncu's words
+    when it refuses.
     """
-    program = [sys.executable, "-m", "hopperlab.counters", stage, *map(str, shape), *steps]
     command = [find_ncu(), "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none", "--profile-from-start", "off",
                "--metrics", ",".join(METRICS), *program]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
@@ -57,8 +65,8 @@ def profile(stage: str, steps: list[str], shape: tuple[int, int, int]) -> list[d
     if done.returncode or start is None:
         raise RuntimeError(f"ncu: {' '.join((done.stdout + done.stderr).split())[-600:]}")
     names, _units, *kernels = csv.reader(io.StringIO("\n".join(lines[start:])))
-    if len(kernels) != len(steps):
-        raise RuntimeError(f"ncu saw {len(kernels)} kernels in one call each of {stage} {steps}; one for each was expected")
+    if len(kernels) != len(calls):
+        raise RuntimeError(f"ncu saw {len(kernels)} kernels in one call each of {', '.join(calls)}; one for each was expected")
     return [{key: float(value.replace(",", "")) for name, value in zip(names, kernel) for key, _ in [METRICS.get(name, (None, None))]
              if key and value} for kernel in kernels]  # fmt: skip
 

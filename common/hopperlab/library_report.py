@@ -17,6 +17,7 @@ from typing import NamedTuple
 from hopperlab import bench, report, stage
 
 LIBRARY, HOST, MOE, SEARCH, LAYER = "07_library.json", "07_host.json", "06_moe.json", "07_search.json", "07_layer.json"
+COUNTERS = "07_counters.json"
 PAGE = Path("docs/performance.md")
 MISSING = "Not recorded yet."
 
@@ -477,15 +478,38 @@ def plot_reading(record: dict):
 PLOTS = {SPEED_PLOT: plot_speed, ROOFLINE_PLOT: plot_roofline, READING_PLOT: plot_reading}
 
 
+def slower_markdown(record: dict | None) -> str:
+    """Where DeepGEMM is faster: the counters of both, one row for each kernel. Padded groups, and plans without the library's tools for few
+    tokens, are left out: the record has them, for comparison."""
+    if record is None:
+        return MISSING
+    rows, refused = [], {}
+    for entry in record["cases"]:
+        if "error" in entry:
+            refused[entry["case"]] = entry["error"]
+        for row in entry["rows"]:
+            if row["name"] in ("unpadded", "masked", "plan", "deep_gemm"):
+                found = row["counters"]
+                ours = row["name"] != "deep_gemm"
+                rows.append((f"{entry['speed_of_deep_gemm']:.3f}" if ours else "", f"{found['cycles'] / 1e3:.1f}", f"{found['tensor_pipe']:.1f}",
+                             f"{found['issue']:.1f}", f"{found['l2_bytes'] / 1e9:.2f}", f"{found['hbm_bytes'] / 1e9:.2f}", f"{found['hbm']:.0f}",
+                             "library" if ours else "DeepGEMM", entry["case"] if ours else ""))  # fmt: skip
+    header = ("speed, DeepGEMM = 1 | 1000 cycles of the busiest SM | tensor cores busy, % | issue slots used, % | GB through L2 | "
+              "GB from and to HBM | HBM, % of its peak | kernel | case")  # fmt: skip
+    without = ["", "No counters: " + "; ".join(f"{case}, `{error}`" for case, error in refused.items())] if refused else []
+    return "\n".join([*table(header, rows, texts=2), *without, *written_from(record, COUNTERS)])
+
+
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
 def generated() -> dict[tuple[str, str], str]:
     """All that is written from the records: (file, mark) -> text."""
-    library, moe, host, search, layer = (report.published(name) for name in (LIBRARY, MOE, HOST, SEARCH, LAYER))
+    library, moe, host, search, layer, counters = (report.published(name) for name in (LIBRARY, MOE, HOST, SEARCH, LAYER, COUNTERS))
     parts = {"targets": targets_markdown(library, moe, host), "dense": dense_markdown(library),
              "decode": decode_markdown(library), "moe": moe_markdown(moe), "host": host_markdown(host),
-             "search": search_markdown(search), "invariant": invariant_markdown(library), "layer": layer_markdown(layer)}  # fmt: skip
+             "search": search_markdown(search), "invariant": invariant_markdown(library), "layer": layer_markdown(layer),
+             "slower": slower_markdown(counters)}  # fmt: skip
     return {("README.md", "library"): readme_markdown(library, moe)} | {(str(PAGE), mark): text for mark, text in parts.items()}
 
 

@@ -2,19 +2,23 @@
 
     python stages/06_moe_grouped/experiment.py RECORD.json             needs a Hopper GPU
     python stages/06_moe_grouped/experiment.py RECORD.json --small     tiny shapes, any machine, times nothing
+    python stages/06_moe_grouped/experiment.py RECORD.json --counters  hardware counters of the cases in which DeepGEMM is faster
 
-The published record is docs/results/06_moe.json.
+The published records are docs/results/06_moe.json and 07_counters.json. The latter takes its cases from the former and from
+07_library.json, so those come first.
 """
 
 import argparse
 import contextlib
+import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from hopperlab import bench, capability, reference, report, stage, telemetry
+from hopperlab import bench, capability, counters, reference, report, stage, telemetry
 from hopperlab.quantize import ScaledTensor
 
 STAGE = stage.load(Path(__file__).resolve().parent)  # which makes the library importable, installed or not
@@ -46,6 +50,7 @@ class Sizes:
     )  # fmt: skip
     routed: tuple[int, int, int, int, int] = (4096, 8, 64, 4096, 2048)  # tokens, experts of each token, experts, N, K
     timed: bool = True
+    profiled: bool = False  # untimed: each candidate's call lies between profiler marks
 
 
 SMALL = Sizes(contiguous=((2, 5, 40, 130),), uneven=((3, 9, 40, 128),), masked=((3, 4, 40, 128),), dense=((3, 40, 256),), routed=(6, 2, 16, 40, 128),
@@ -126,13 +131,24 @@ def peer_calls(make) -> tuple[list, str | None]:
     return calls, None
 
 
+@contextlib.contextmanager
+def between_marks():
+    """What is launched inside is what Nsight Compute looks at."""
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    yield
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
 def timed(sizes: Sizes, calls: dict[str, list], flops: int, moved: int, **description) -> list[dict]:
     """One row per candidate. Untimed, each candidate runs once and has no time."""
     calls = {name: made for name, made in calls.items() if made}
     rows = [{**description, "name": name} for name in calls]
     if not sizes.timed:
         for made in calls.values():
-            made[0]()
+            with between_marks() if sizes.profiled else contextlib.nullcontext():
+                made[0]()
         return rows
     timings = bench.measure(calls, rounds=3)
     for row, timing in zip(rows, timings.values()):
@@ -236,45 +252,111 @@ def dense(sizes: Sizes, device: torch.device, m: int, n: int, k: int) -> tuple[l
 # ---- the record ------------------------------------------------------------------------------------------------------
 
 
+Found = tuple[list[dict], dict]  # rows, and why a peer is missing
+
+
+def cases(sizes: Sizes, device: torch.device) -> dict[str, tuple[str, Callable[[], Found]]]:
+    """Every measurement: its name -> (the family of rows it belongs to, what makes them)."""
+    found = {}
+    for groups, tokens, n, k in sizes.contiguous:
+        found[f"contiguous, {groups} groups of {tokens}, {n}×{k}"] = "contiguous", lambda g=groups, t=tokens, n=n, k=k: contiguous(
+            sizes, device, [t] * g, n, k, pad=True, tokens=t)  # fmt: skip
+    for groups, tokens, n, k in sizes.uneven:
+        found[f"contiguous, {groups} groups of about {tokens}, {n}×{k}"] = "contiguous", lambda c=uneven(groups, tokens), n=n, k=k: contiguous(
+            sizes, device, c, n, k, pad=True, tokens=f"{min(c)} to {max(c)}")  # fmt: skip
+    for groups, tokens, n, k in sizes.masked:
+        found[f"masked, {groups} groups of {tokens}, {n}×{k}"] = "masked", lambda g=groups, t=tokens, n=n, k=k: masked(
+            sizes, device, [t] * g, sizes.masked_room * t, n, k, tokens=t)  # fmt: skip
+    for shape in sizes.dense:
+        found["dense, " + "×".join(map(str, shape))] = "dense", lambda shape=shape: dense(sizes, device, *shape)
+    tokens, top_k, experts, n, k = sizes.routed
+    for kind in ROUTINGS:
+        counts = counts_of(routing(kind, tokens, top_k, experts), experts)
+        found[f"contiguous, {kind} routing"] = "skew", lambda c=counts, kind=kind: contiguous(
+            sizes, device, c, n, k, pad=True, routing=kind, layout="contiguous")  # fmt: skip
+        found[f"masked, {kind} routing"] = "skew", lambda c=counts, kind=kind: masked(
+            sizes, device, c, max(c), n, k, routing=kind, layout="masked")  # fmt: skip
+    return found
+
+
 def record_of(sizes: Sizes, device: torch.device, keep=lambda record: None) -> dict:
     """All measurements. keep is called with what is there after each: a run that is cut short loses nothing."""
     record = {"kind": "sweep", **report.environment(), "contiguous": [], "masked": [], "dense": [], "skew": [], "missing": {}}
-
-    def add(name: str, found: tuple[list[dict], dict]) -> None:
-        record[name] += found[0]
-        record["missing"] |= found[1]
-        keep(record)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-
     with telemetry.Recorder() if sizes.timed else contextlib.nullcontext() as recorder:
-        for groups, tokens, n, k in sizes.contiguous:
-            add("contiguous", contiguous(sizes, device, [tokens] * groups, n, k, pad=True, tokens=tokens))
-        for groups, tokens, n, k in sizes.uneven:
-            counts = uneven(groups, tokens)
-            add("contiguous", contiguous(sizes, device, counts, n, k, pad=True, tokens=f"{min(counts)} to {max(counts)}"))
-        for groups, tokens, n, k in sizes.masked:
-            add("masked", masked(sizes, device, [tokens] * groups, sizes.masked_room * tokens, n, k, tokens=tokens))
-        for shape in sizes.dense:
-            add("dense", dense(sizes, device, *shape))
-        tokens, top_k, experts, n, k = sizes.routed
-        for kind in ROUTINGS:
-            counts = counts_of(routing(kind, tokens, top_k, experts), experts)
-            add("skew", contiguous(sizes, device, counts, n, k, pad=True, routing=kind, layout="contiguous"))
-            add("skew", masked(sizes, device, counts, max(counts), n, k, routing=kind, layout="masked"))
+        for name, (family, make) in cases(sizes, device).items():
+            rows, missing = make()
+            record[family] += [{"case": name, **row} for row in rows]
+            record["missing"] |= missing
+            keep(record)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
     return record | ({"telemetry": recorder.summary()} if recorder else {})
 
 
-def main(path: Path, small: bool = False) -> None:
+# ---- where DeepGEMM is faster ------------------------------------------------------------------------------------------
+
+
+def slower(moe: dict, library: dict) -> dict[str, float]:
+    """The cases of two records in which the library takes longer than DeepGEMM: name -> DeepGEMM's time over the library's."""
+    found = {}
+    for entry in library["shapes"]:
+        times = {row["name"]: row["microseconds"] for row in entry["rows"]}
+        if "deep_gemm" in times:
+            found["dense, " + "×".join(map(str, entry["shape"].values()))] = times["deep_gemm"] / times["library"]
+    for row in (row for family in ("contiguous", "masked", "skew") for row in moe[family]):
+        if row["name"] in ("unpadded", "masked") and "speed_of_deep_gemm" in row:
+            found[row["case"]] = row["speed_of_deep_gemm"]
+    return {name: speed for name, speed in found.items() if speed < 1}
+
+
+def run_case(name: str) -> None:
+    """One case between profiler marks: the program that counters_of puts under Nsight Compute."""
+    sizes, device = replace(Sizes(), timed=False, profiled=True), capability.device()
+    if name.startswith("dense, "):  # those of 07_library.json, too
+        dense(sizes, device, *map(int, name.removeprefix("dense, ").split("×")))
+    else:
+        cases(sizes, device)[name][1]()
+
+
+def counters_of(name: str) -> list[dict]:
+    """The counters of the library's kernels of one case and of DeepGEMM's, in the order of their calls."""
+    calls = {"contiguous": ["unpadded", "padded", "deep_gemm"], "masked": ["masked", "deep_gemm"],
+             "dense": ["plan", "not swapped, not split", "deep_gemm"]}[name.partition(",")[0]]  # fmt: skip
+    read = counters.read([sys.executable, str(Path(__file__).resolve()), "-", "--case", name], calls)
+    return [{"name": call, "counters": found} for call, found in zip(calls, read)]
+
+
+def counters_record(keep=lambda record: None) -> dict:
+    """The counters of every case in which DeepGEMM is faster, by the published records."""
+    os.environ["FP8_GEMM_BACKGROUND"] = "0"  # of the programs under Nsight Compute: nothing else is to run
+    meaning = {key: text for key, text in counters.METRICS.values()}
+    record = {"kind": "slower", **report.environment(), "meaning": meaning, "cases": []}
+    for name, speed in slower(report.published("06_moe.json"), report.published("07_library.json")).items():
+        entry = {"case": name, "speed_of_deep_gemm": speed, "rows": []}
+        try:
+            entry["rows"] = counters_of(name)
+        except RuntimeError as error:
+            entry["error"] = str(error)
+        record["cases"].append(entry)
+        keep(record)
+        print(f"{speed:.3f}  {name}  {entry.get('error', '')}", flush=True)
+    return record
+
+
+def main(path: Path, small: bool = False, slow: bool = False, case: str = "") -> None:
     if not small and not capability.has_hopper():
         sys.exit(f"{capability.hopper().sentence()} Without one, --small runs every measurement on tiny shapes, untimed.")
-    record = record_of(SMALL if small else Sizes(), capability.device(), keep=lambda record: report.save(record, path))
-    print(report.save(record, path))
+    if case:
+        return run_case(case)
+    keep = lambda record: report.save(record, path)  # noqa: E731
+    print(keep(counters_record(keep) if slow else record_of(SMALL if small else Sizes(), capability.device(), keep)))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path, metavar="RECORD.json")
     parser.add_argument("--small", action="store_true", help="tiny shapes on any machine; nothing is timed")
+    parser.add_argument("--counters", action="store_true", help="hardware counters of the cases in which DeepGEMM is faster; needs ncu")
+    parser.add_argument("--case", default="", help="run one case between profiler marks, as --counters does; writes nothing")
     arguments = parser.parse_args()
-    main(arguments.record, arguments.small)
+    main(arguments.record, arguments.small, arguments.counters, arguments.case)

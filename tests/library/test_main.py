@@ -144,6 +144,16 @@ def test_bench_hands_its_options_to_the_benchmark(monkeypatch, arguments, expect
     assert seen == defaults | expected
 
 
+def test_a_search_has_fifty_more_shapes_always_the_same_and_of_any_magnitude():
+    from fp8_gemm import bench as library_bench
+
+    drawn = library_bench.unseen()
+    assert drawn == library_bench.unseen() and len(set(drawn)) == 50 and not set(drawn) & set(library_bench.shapes())
+    for few, many in ((8, 512), (512, 8192)):  # rows: a decoding step's and a prefill's
+        assert sum(few <= m < many for m, _, _ in drawn) > 10
+    assert all(1 <= m <= 8192 and 256 <= n <= 32768 and n % 64 == 0 and 512 <= k <= 16384 and k % 128 == 0 for m, n, k in drawn)
+
+
 def test_bench_without_a_gpu_says_what_to_do_and_writes_nothing(monkeypatch, tmp_path):
     from fp8_gemm import bench as library_bench
 

@@ -83,6 +83,29 @@ def test_what_is_not_understood_is_left_alone():
     assert changed(code, [16 * i for i in range(16)])[3] == (12, False, "")
 
 
+GRADIENT = {"BLOCK_N": 128, "NUM_STAGES": 4, "ROUNDS": 2, "GROUP_M": 4, "STORE_BY_TMA": 1, "ACCUMULATE": 1, "A_FORMAT": "e4m3", "B_FORMAT": "e4m3"}
+
+
+def test_two_of_three_stay_where_each_ffma_has_an_fmul():
+    plain, dense = (compile_file(PROMOTION.with_name("wgrad.cu"), GRADIENT, dense_ffma=dense).cubin for dense in (False, True))
+    different = [at for first, end in sass._sections(plain) for at in range(first, end, 16) if plain[at : at + 16] != dense[at : at + 16]]
+    mixed = [at for run in sass.runs(plain, (sass.FFMA, sass.FMUL)) for at in run]
+    assert set(different) <= set(mixed) and len(different) > len(mixed) / 4
+    for at in different:
+        (low, high), (new_low, new_high) = (struct.unpack_from("<QQ", code, at) for code in (plain, dense))
+        assert low == new_low and high & ~sass.HINTS == new_high & ~sass.HINTS
+        assert sass.hints(dense, at).stay and sass.hints(dense, at).stall == max(1, sass.hints(plain, at).stall)
+    left = [i % 3 for run in sass.runs(plain, (sass.FFMA, sass.FMUL)) for i, at in enumerate(run[:-1]) if not sass.hints(dense, at).stay]
+    assert left and set(left) == {0}  # ptxas lets some of the others yield, none of those that this rule is for
+
+
+def test_fmuls_alone_are_no_mix():
+    cubin = compile_file(STAGES / "05_block_scaled" / "promoted.cu", {**CONSTANTS, "NUM_STAGES": 4, "INTERVAL": 0, "THRESHOLD": "0.0f"}).cubin
+    runs = sass.runs(cubin, (sass.FFMA, sass.FMUL))
+    scaling = [run for run in runs if all(struct.unpack_from("<Q", cubin, at)[0] & sass.OPCODE_BITS == sass.FMUL for at in run)]
+    assert scaling and all(sass.dense_ffma(cubin)[run[0] : run[-1]] == cubin[run[0] : run[-1]] for run in scaling)
+
+
 def test_a_kernel_without_such_runs_stays_as_it_is():
     cubin = compile_file(STAGES / "02_tma" / "kernel.cu", {"OUTPUT": "bf16", "A_FORMAT": "e4m3", "B_FORMAT": "e4m3"}).cubin
     assert sass.runs(cubin) == [] and sass.dense_ffma(cubin) == cubin

@@ -6,6 +6,8 @@ should go first, and which operands stay at hand for the next instruction. In a 
 second one, and an operand is never kept across a yield. So every second FFMA reads its scale from the register file again, whose
 ports wgmma needs for its accumulators. DeepGEMM's authors were the first to describe changing these bits.
 
+Where each FFMA has a factor of its own, which an FMUL makes, there is less to keep, and two of three that stay are the best mix.
+
 ``dense_ffma`` changes nothing but hints: no instruction, no register, no order, so no bit of a result. What it gains is in
 docs/notes/performance.md.
 """
@@ -17,7 +19,7 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-FFMA, OPCODE_BITS = 0x223, 0xFFF  # registers only; the opcode is in the low 12 bits
+FFMA, FMUL, OPCODE_BITS = 0x223, 0x220, 0xFFF  # registers only; the opcode is in the low 12 bits
 SHORTEST_RUN, LONGEST_GAP = 16, 6  # FFMAs that count as a run; other instructions that may stand between two of them
 # In the upper 64 bits of an instruction.
 STALL_SHIFT, STALL_BITS = 41, 0xF  # cycles until the warp issues again
@@ -26,6 +28,9 @@ STAY = 1 << 45  # set: do not let another warp go first
 REUSE_A, REUSE_B, REUSE = 1 << 58, 1 << 59, 0xF << 58  # operands kept for the warp's next instruction
 # From one FFMA to the next, again and again. Found by trying: with 1 only, wgmma waits for registers; with 2 the promotion lasts too long.
 STALLS = (1, 1, 1, 1, 2)
+# Where each FFMA has a factor of its own, an FMUL made it: two of three of such a mix stay, with ptxas's pauses. Found by trying as well.
+OF_THREE = (False, True, True)
+MIXED = 0.25  # of such a mix at least so much are FMULs, and at least so much FFMAs
 HINTS = STALL_BITS << STALL_SHIFT | STAY | REUSE
 
 ELF = b"\x7fELF\x02"  # how 64-bit ELF files begin
@@ -41,23 +46,28 @@ class Hints(NamedTuple):
 
 
 def dense_ffma(cubin: bytes) -> bytes:
-    """The cubin with denser hints in each run of FFMAs; the same bytes where there is no such run.
+    """The cubin with denser hints in each run of FFMAs, or of FFMAs and FMULs; the same bytes where there is no such run.
 
     Raises ValueError if the bytes are not a 64-bit ELF file.
     """
     changed = bytearray(cubin)
-    for run in runs(cubin):
-        _change(cubin, changed, run)
+    for run in runs(cubin, (FFMA, FMUL)):
+        opcodes = [struct.unpack_from("<Q", cubin, at)[0] & OPCODE_BITS for at in run]
+        if min(opcodes.count(FMUL), opcodes.count(FFMA)) >= MIXED * len(run):
+            _change_mix(cubin, changed, run)
+    for run in runs(changed, (FFMA,)):
+        if cubin[run[0] : run[-1] + 16] == changed[run[0] : run[-1] + 16]:
+            _change(cubin, changed, run)
     return bytes(changed)
 
 
-def runs(cubin: bytes) -> list[list[int]]:
-    """Where the FFMAs of each run stand, in bytes from the beginning of the cubin."""
+def runs(cubin: bytes, opcodes: tuple[int, ...] = (FFMA,)) -> list[list[int]]:
+    """Where the instructions of each run stand, in bytes from the beginning of the cubin."""
     found: list[list[int]] = []
     for first, end in _sections(cubin):
         last = None
         for at in range(first, end, 16):
-            if struct.unpack_from("<Q", cubin, at)[0] & OPCODE_BITS != FFMA:
+            if struct.unpack_from("<Q", cubin, at)[0] & OPCODE_BITS not in opcodes:
                 continue
             if last is None or at - last > 16 * (LONGEST_GAP + 1):
                 found.append([])
@@ -83,16 +93,27 @@ def _sections(cubin: bytes) -> list[tuple[int, int]]:
 
 def _change(cubin: bytes, changed: bytearray, run: list[int]) -> None:
     for i, (at, following) in enumerate(zip(run, run[1:])):
-        low, high = struct.unpack_from("<QQ", cubin, at)
-        stall = max(high >> STALL_SHIFT & STALL_BITS, STALLS[i % len(STALLS)])  # never shorter: something may wait for the result
-        if stall > LONGEST_STALL:
-            continue
-        high = high & ~HINTS | stall << STALL_SHIFT | STAY
-        if following == at + 16:
-            next_low = struct.unpack_from("<Q", cubin, following)[0]
-            target = low >> 16 & 0xFF
-            for shift, reuse in ((24, REUSE_A), (32, REUSE_B)):
-                operand = low >> shift & 0xFF
-                if operand == next_low >> shift & 0xFF and operand != target:
-                    high |= reuse
-        struct.pack_into("<Q", changed, at + 8, high)
+        _stay(cubin, changed, at, following, STALLS[i % len(STALLS)])
+
+
+def _change_mix(cubin: bytes, changed: bytearray, run: list[int]) -> None:
+    for i, (at, following) in enumerate(zip(run, run[1:])):
+        if OF_THREE[i % len(OF_THREE)]:
+            _stay(cubin, changed, at, following, 1)
+
+
+def _stay(cubin: bytes, changed: bytearray, at: int, following: int, least: int) -> None:
+    """No other warp goes first, and the operands that the following instruction, if it is the next, has in the same place are kept."""
+    low, high = struct.unpack_from("<QQ", cubin, at)
+    stall = max(high >> STALL_SHIFT & STALL_BITS, least)  # never shorter: something may wait for the result
+    if stall > LONGEST_STALL:
+        return
+    high = high & ~HINTS | stall << STALL_SHIFT | STAY
+    if following == at + 16:
+        next_low = struct.unpack_from("<Q", cubin, following)[0]
+        target = low >> 16 & 0xFF
+        for shift, reuse in ((24, REUSE_A), (32, REUSE_B)):
+            operand = low >> shift & 0xFF
+            if operand == next_low >> shift & 0xFF and operand != target:
+                high |= reuse
+    struct.pack_into("<Q", changed, at + 8, high)

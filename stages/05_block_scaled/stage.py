@@ -84,10 +84,11 @@ def overlapped(a: ScaledTensor, b: ScaledTensor, out: torch.Tensor, tile: Tile =
 
 
 def wgrad(a: ScaledTensor, b: ScaledTensor, out: torch.Tensor, accumulate: bool = False, tile: Tile = Tile(2, 128, 4),
-          scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None, source: Path = FOLDER / "wgrad.cu"):  # fmt: skip
-    """out (M, N), FP32, = or += A (M, K) times B (N, K) transposed; scales per 1x128 of both."""
+          scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None, dense_ffma: bool = True,
+          source: Path = FOLDER / "wgrad.cu"):  # fmt: skip
+    """out (M, N), FP32, = or += A (M, K) times B (N, K) transposed; scales per 1x128 of both. dense_ffma: as for overlapped."""
     return _launch(source, "wgrad", a, b, out, (("1x128", "1x128"),), tile, {"ROUNDS": tile.rounds, "ACCUMULATE": int(accumulate)},
-                   scales=(scale_a, scale_b))  # fmt: skip
+                   scales=(scale_a, scale_b), dense_ffma=dense_ffma)  # fmt: skip
 
 
 def m_major(a: ScaledTensor, b: ScaledTensor) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ def ffma(target, a, b, c, stall=1, stay=False, reuse=0) -> bytes:
 
 def changed(code: bytes, run: list[int]) -> list[sass.Hints]:
     out = bytearray(code)
-    sass._change(code, out, run)
+    sass._change(code, out, run, sass.STALLS)
     mask = (1 << 64) - 1 & ~sass.HINTS
     for (low, high), (new_low, new_high) in zip(struct.iter_unpack("<QQ", code), struct.iter_unpack("<QQ", bytes(out))):
         assert low == new_low and high & mask == new_high & mask

@@ -28,8 +28,8 @@ STAY = 1 << 45  # set: do not let another warp go first
 REUSE_A, REUSE_B, REUSE = 1 << 58, 1 << 59, 0xF << 58  # operands kept for the warp's next instruction
 # From one FFMA to the next, again and again. Found by trying: with 1 only, wgmma waits for registers; with 2 the promotion lasts too long.
 STALLS = (1, 1, 1, 1, 2)
-# Where each FFMA has a factor of its own, an FMUL made it: two of three of such a mix stay, with ptxas's pauses. Found by trying as well.
-OF_THREE = (False, True, True)
+# The same where each FFMA has a factor of its own, which an FMUL made, from one of both to the next. None: as ptxas has it.
+STALLS_OF_MIX = (None, 1, 1)
 MIXED = 0.25  # of such a mix at least so much are FMULs, and at least so much FFMAs
 HINTS = STALL_BITS << STALL_SHIFT | STAY | REUSE
 
@@ -51,13 +51,13 @@ def dense_ffma(cubin: bytes) -> bytes:
     Raises ValueError if the bytes are not a 64-bit ELF file.
     """
     changed = bytearray(cubin)
-    for run in runs(cubin, (FFMA, FMUL)):
-        opcodes = [struct.unpack_from("<Q", cubin, at)[0] & OPCODE_BITS for at in run]
-        if min(opcodes.count(FMUL), opcodes.count(FFMA)) >= MIXED * len(run):
-            _change_mix(cubin, changed, run)
-    for run in runs(changed, (FFMA,)):
-        if cubin[run[0] : run[-1] + 16] == changed[run[0] : run[-1] + 16]:
-            _change(cubin, changed, run)
+    mixes = [run for run in runs(cubin, (FFMA, FMUL)) if _is_mix(cubin, run)]
+    in_mixes = {at for run in mixes for at in run}
+    for run in mixes:
+        _change(cubin, changed, run, STALLS_OF_MIX)
+    for run in runs(cubin):
+        if run[0] not in in_mixes:
+            _change(cubin, changed, run, STALLS)
     return bytes(changed)
 
 
@@ -91,29 +91,26 @@ def _sections(cubin: bytes) -> list[tuple[int, int]]:
     return [(offset, offset + size) for name, _, _, _, offset, size in sections if text(name)]
 
 
-def _change(cubin: bytes, changed: bytearray, run: list[int]) -> None:
+def _is_mix(cubin: bytes, run: list[int]) -> bool:
+    opcodes = [struct.unpack_from("<Q", cubin, at)[0] & OPCODE_BITS for at in run]
+    return min(opcodes.count(FMUL), opcodes.count(FFMA)) >= MIXED * len(run)
+
+
+def _change(cubin: bytes, changed: bytearray, run: list[int], stalls: tuple[int | None, ...]) -> None:
+    """No other warp goes first, and operands that the next instruction has in the same place are kept."""
     for i, (at, following) in enumerate(zip(run, run[1:])):
-        _stay(cubin, changed, at, following, STALLS[i % len(STALLS)])
-
-
-def _change_mix(cubin: bytes, changed: bytearray, run: list[int]) -> None:
-    for i, (at, following) in enumerate(zip(run, run[1:])):
-        if OF_THREE[i % len(OF_THREE)]:
-            _stay(cubin, changed, at, following, 1)
-
-
-def _stay(cubin: bytes, changed: bytearray, at: int, following: int, least: int) -> None:
-    """No other warp goes first, and the operands that the following instruction, if it is the next, has in the same place are kept."""
-    low, high = struct.unpack_from("<QQ", cubin, at)
-    stall = max(high >> STALL_SHIFT & STALL_BITS, least)  # never shorter: something may wait for the result
-    if stall > LONGEST_STALL:
-        return
-    high = high & ~HINTS | stall << STALL_SHIFT | STAY
-    if following == at + 16:
-        next_low = struct.unpack_from("<Q", cubin, following)[0]
-        target = low >> 16 & 0xFF
-        for shift, reuse in ((24, REUSE_A), (32, REUSE_B)):
-            operand = low >> shift & 0xFF
-            if operand == next_low >> shift & 0xFF and operand != target:
-                high |= reuse
-    struct.pack_into("<Q", changed, at + 8, high)
+        if (least := stalls[i % len(stalls)]) is None:
+            continue
+        low, high = struct.unpack_from("<QQ", cubin, at)
+        stall = max(high >> STALL_SHIFT & STALL_BITS, least)  # never shorter: something may wait for the result
+        if stall > LONGEST_STALL:
+            continue
+        high = high & ~HINTS | stall << STALL_SHIFT | STAY
+        if following == at + 16:
+            next_low = struct.unpack_from("<Q", cubin, following)[0]
+            target = low >> 16 & 0xFF
+            for shift, reuse in ((24, REUSE_A), (32, REUSE_B)):
+                operand = low >> shift & 0xFF
+                if operand == next_low >> shift & 0xFF and operand != target:
+                    high |= reuse
+        struct.pack_into("<Q", changed, at + 8, high)

@@ -1,6 +1,6 @@
 // Stage 05, step 4: the weight gradient. Both operands are gradients or activations, so both have scales per 1x128, and the
 // result is FP32, added to what was accumulated before. Each product costs an FMUL beside its FFMA, and a quarter of them is done
-// while wgmma runs: more would not fit into the registers. And where the last wave of tiles would leave half of the SMs without work, its
+// while wgmma runs: more at a time gained nothing. And where the last wave of tiles would leave half of the SMs without work, its
 // tiles are cut in two, and it takes half as long.
 //
 //   D[m][n] = C[m][n] + sum over blocks k' of (scale_a[m][k'] * scale_b[n][k']) * sum over k in k' of A[m][k] * B[n][k]
@@ -24,7 +24,7 @@ constexpr bool StoreByTma = STORE_BY_TMA;  // false where TMA cannot write D: ro
 constexpr bool Accumulate = ACCUMULATE;    // add to what D holds
 typedef float Output;
 
-// Factors that are made while wgmma runs. 8 and 24 were slower: the sums take 192 of a consumer's 232 registers.
+// Factors that are made while wgmma runs. 8 gained less and 24 no more: the sums take 192 of a consumer's 232 registers.
 constexpr int Early = BlockN < 32 ? BlockN / 2 : 16;
 
 constexpr int Consumers = 2;

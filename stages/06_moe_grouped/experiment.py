@@ -327,11 +327,15 @@ def counters_of(name: str) -> list[dict]:
 
 
 def counters_record(keep=lambda record: None) -> dict:
-    """The counters of every case in which DeepGEMM is faster, by the published records."""
+    """The counters of every case in which DeepGEMM is faster, by the published records. Exits if those do not say."""
+    moe, library = report.published("06_moe.json"), report.published("07_library.json")
+    if not moe or not library or any("case" not in row for family in ("contiguous", "masked", "skew") for row in moe[family]):
+        sys.exit("docs/results/06_moe.json and 07_library.json must be there, the former with the name of each row's case: write both anew "
+                 "with this program and with `python -m fp8_gemm.bench`, then read the counters.")  # fmt: skip
     os.environ["FP8_GEMM_BACKGROUND"] = "0"  # of the programs under Nsight Compute: nothing else is to run
     meaning = {key: text for key, text in counters.METRICS.values()}
     record = {"kind": "slower", **report.environment(), "meaning": meaning, "cases": []}
-    for name, speed in slower(report.published("06_moe.json"), report.published("07_library.json")).items():
+    for name, speed in slower(moe, library).items():
         entry = {"case": name, "speed_of_deep_gemm": speed, "rows": []}
         try:
             entry["rows"] = counters_of(name)

@@ -166,6 +166,23 @@ def test_groups_choose_their_rows(problem, rows, why):
     assert made.block_m == rows and made.swap_ab == (rows < 64), (why, made)
 
 
+@pytest.mark.parametrize("splits", range(1, 9))
+def test_a_single_sm_is_planned_for_or_refused(splits):
+    """Clusters of 3 and 6 CTAs find no place on it by the model's shares of places."""
+    problem = Problem("dense", 16, 256, 1024)
+    if splits == 1:
+        assert plan(problem, 132, split_k=splits, num_sms=1).waves == plan(problem, 132, split_k=splits, num_sms=1).tiles
+    else:
+        with pytest.raises(ValueError, match=f"split_k={splits}"):
+            plan(problem, 132, split_k=splits, num_sms=1)
+
+
+def test_clusters_that_leave_places_free_need_another_wave_sooner():
+    for splits, most in ((2, 264), (3, 216), (6, 208)):
+        made = plan(Problem("dense", 16, 2112, 7168), 132, split_k=splits, swap_ab=True, block_m=16, block_n=64)
+        assert made.at_once == most and made.waves == -(-made.tiles // most)
+
+
 def test_few_rows_use_most_of_the_sms():
     made = plan(Problem("dense", 1, 2112, 7168), 132)
     assert made.tiles > 100, made

@@ -69,13 +69,18 @@ class Plan(NamedTuple):
         return self.block_x if self.swap_ab else self.block_y
 
     @property
+    def at_once(self) -> int:
+        """CTAs that run at the same time."""
+        return max(1, int(self.num_sms * self.ctas_per_sm * PLACES.get((self.splits, self.ctas_per_sm), 1)))
+
+    @property
     def waves(self) -> int:
-        return -(-self.tiles // (self.num_sms * self.ctas_per_sm))
+        return -(-self.tiles // self.at_once)
 
     def ctas(self, problem: Problem) -> int:
         """CTAs of the launch: no more than fit on the SMs at once, but where K is split a cluster for every tile."""
         most = self.tiles_at_most(problem)
-        return most if self.splits > 1 else min(most, self.num_sms * self.ctas_per_sm)
+        return most if self.splits > 1 else min(most, self.at_once)
 
     def tiles_at_most(self, problem: Problem) -> int:
         """Tiles that a call can have, whatever the sizes of its groups: no more CTAs than that are of use."""
@@ -194,9 +199,8 @@ def _predict(problem: Problem, plan: Plan) -> float:
     if plan.splits > 1:
         tail += HAND_OVER_CYCLES + (plan.splits - 1) * SUM_CYCLES * outputs
 
-    at_once = int(plan.num_sms * plan.ctas_per_sm * PLACES.get((plan.splits, plan.ctas_per_sm), 1))
-    full_waves = (plan.tiles - 1) // at_once
-    in_last_wave = plan.tiles - full_waves * at_once
+    full_waves = plan.waves - 1
+    in_last_wave = plan.tiles - full_waves * plan.at_once
     # A tile is stored while the next is multiplied, if its sums are promoted.
     between = BETWEEN_CYCLES if problem.interval is not None and plan.splits == 1 else tail
     cycles = full_waves * (products(plan.ctas_per_sm) + between) + products(-(-in_last_wave // plan.num_sms))

@@ -31,6 +31,9 @@ OPTIONS = (
     "--ptxas-options=-v",  # registers, shared memory and spills, read back from the log
     "--no-cache",  # where there is a driver NVRTC keeps a cache of its own, and a hit comes without the log
 )
+# NVRTC completes a relative file name with the working directory, and adds the file's date where it finds one there. Both would be in
+# the cubin, which one process makes and many read from the cache. Under an absolute name that is no file, a cubin depends on the text.
+PLACE = "/hopperlab/"
 # ptxas warnings that mean a finished kernel does not do what its source says.
 PTXAS_PROBLEMS = {
     "C7508": "setmaxnreg was ignored (it needs __launch_bounds__ and one role per warpgroup)",
@@ -96,7 +99,7 @@ def compile_source(source: str, name: str, constants: dict[str, object] | None =
     The result comes from the disk cache when the same source, headers, constants and compiler were seen before.
     Raises CompileError with the offending source lines.
     """
-    headers = {path.name: path.read_text() for path in sorted(INCLUDE_DIRECTORY.glob("*.cuh"))}
+    headers = {path.name: f'#line 1 "{PLACE}{path.name}"\n{path.read_text()}' for path in sorted(INCLUDE_DIRECTORY.glob("*.cuh"))}
     defines = tuple(f"-D{key}={_macro(key, value)}" for key, value in sorted((constants or {}).items()))
     identity = repr((source, name, sorted(headers.items()), OPTIONS, defines, sass.RULES if dense_ffma else None, nvrtc_version()))
     key = hashlib.sha256(identity.encode()).hexdigest()
@@ -158,7 +161,7 @@ def _nvrtc(source: str, name: str, headers: dict[str, str], options: tuple[str, 
     program = call(
         nvrtc.nvrtcCreateProgram,
         source.encode(),
-        name.encode(),
+        f"{PLACE}{name}".encode(),
         len(headers),
         [body.encode() for body in headers.values()],
         [header.encode() for header in headers],
@@ -168,7 +171,7 @@ def _nvrtc(source: str, name: str, headers: dict[str, str], options: tuple[str, 
         log = text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog).decode().rstrip("\0 \n")
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             # NVRTC quotes the source line under each of its messages.
-            raise CompileError(f"{name} does not compile for {ARCHITECTURE}:\n{log}")
+            raise CompileError(f"{name} does not compile for {ARCHITECTURE}:\n{log.replace(PLACE, '')}")
         ptx = text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX).decode().rstrip("\0")
         cubin = text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
     finally:
@@ -176,8 +179,7 @@ def _nvrtc(source: str, name: str, headers: dict[str, str], options: tuple[str, 
     if dense_ffma:
         cubin = sass.dense_ffma(cubin)
     log = re.sub(r"\n?ptxas info\s*: Compile time.*", "", log)  # the one line that differs from run to run
-    # NVRTC writes file names relative to the working directory of this process; the cache is shared between many.
-    return Compiled(ptx.replace(f'"{os.getcwd()}/', '"'), cubin, log)
+    return Compiled(ptx.replace(f'"{PLACE}', '"'), cubin, log.replace(PLACE, ""))
 
 
 # ---- the disk cache -------------------------------------------------------------------------------------------------

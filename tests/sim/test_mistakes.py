@@ -101,6 +101,9 @@ MISTAKES = {
         "pipelined", [("registers_increase<232>", "registers_increase<248>")], r"10240 registers \(setmaxnreg.inc to 248\).*168 x 384 = 64512"),
     "32 kernel exits with a TMA store in flight": (
         "cluster", [("    if (thread == 0) tma_store_wait<0>();\n", "")], "exits with the TMA store at .* in flight"),
+    "33 two warpgroups use one barrier": (
+        "cluster", [("named_barrier_sync(consumer + 1, 128)", "named_barrier_sync(1, 128)")],
+        r"race on barrier 1 of block \(\d, 0, 0\): warp \d.* nothing orders that after warp \d.*'s arrival"),
 }  # fmt: skip
 
 

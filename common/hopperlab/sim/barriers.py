@@ -20,6 +20,8 @@ class NamedBarrier:
         self.generation, self.expected = 0, None
         self.arrived: list[tuple] = []  # (unit, lanes, instruction) of this generation
         self.clock = self.released = None
+        self.counted: list[tuple] = []  # (warp, its step, instruction) of each arrival in this generation, and in the last one
+        self.counted_before: list[tuple] = []
         self.votes: dict[int, list[bool]] = {}  # of bar.red, per generation
 
     def count(self) -> int:
@@ -39,6 +41,7 @@ class NamedBarrier:
         self.expected = expected
         self.arrived.append((fragment.unit, fragment.lane_indices(), instruction))
         if self.cluster.observer is not None:
+            self.cluster.observer.named_barrier_arrive(fragment, self, instruction)
             self.cluster.observer.release(fragment, self)
         if self.count() > expected:
             raise Hazard(
@@ -54,6 +57,7 @@ class NamedBarrier:
     def complete(self):
         self.generation += 1
         self.arrived = []
+        self.counted, self.counted_before = [], self.counted
         if self.cluster.observer is not None:
             self.cluster.observer.barrier_complete(self)
 

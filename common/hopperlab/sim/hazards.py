@@ -143,6 +143,19 @@ class Observer:
                 f"mbarrier.init at {barrier.location}. Put {fix} between the initialisation and the first use."
             )
 
+    def named_barrier_arrive(self, fragment, barrier, instruction):
+        """An arrival counts for this use of the barrier only if it cannot come before those that the last use counted."""
+        for warp in self._warps(fragment).tolist():
+            for other, step, where in barrier.counted_before:
+                if self.clock[warp, other] < step:
+                    raise Hazard(
+                        f"race on barrier {barrier.number} of block {self.cluster.cta_ids[barrier.cta]}: {self._name_warp(warp)} arrives at "
+                        f"{instruction.where()}, and nothing orders that after {self._name_warp(other)}'s arrival at {where.where()}, which "
+                        "an earlier use of the barrier counted. A barrier counts whichever threads come first, so either use may be "
+                        "completed by some of both. Give each group of threads a barrier number of its own, or order the uses."
+                    )
+            barrier.counted.append((warp, int(self.clock[warp, warp]), instruction))
+
     def remote_use(self, fragment, place, where):
         """Remember accesses to another CTA, for the check that it has not exited."""
         target = place // self.cluster.shared_stride
@@ -738,6 +751,7 @@ class BatchObserver:
     def barrier_complete(self, barrier):
         self.interval += 1
 
+    def named_barrier_arrive(self, fragment, barrier, instruction): ...
     def release(self, fragment, barrier, chosen=None): ...
     def acquire(self, fragment, barrier): ...
     def thread_exit(self, fragment): ...

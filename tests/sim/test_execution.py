@@ -223,6 +223,57 @@ def test_a_cluster_barrier_that_some_threads_never_reach_waits_for_them_to_exit(
     assert (out == len(CLUSTER_ORDERS)).all()
 
 
+ONE_FOR_ALL = """#include "hopper.cuh"
+extern "C" __global__ void k(int* out) {
+  __shared__ int values[32], own[32], flag;
+  __shared__ u64 full, empty;
+  const int t = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (threadIdx.x == 0) mbarrier_init(&full, 1), mbarrier_init(&empty, 1), flag = 1;
+  values[t] = t;
+  __syncthreads();
+  if (warp == 0) {
+    FIRST
+    if (t == 0) mbarrier_arrive(&empty);
+    SECOND
+  } else {
+    mbarrier_wait(&empty, 0);
+    THERE
+  }
+}"""
+
+
+@pytest.mark.parametrize("order", CLUSTER_ORDERS, ids=str)
+def test_a_lane_speaks_for_the_others_after_they_have_met(run, order):
+    """Lane 0 arrives for its warp. What the others have read or written before counts from a __syncwarp() on, what it did itself at once."""
+    read, write, there = "out[t] = values[t];", "values[t] = t;", "values[t] = 7;"
+    alone = "if (t == 0) flag = 2;"
+    right = [
+        (read + "__syncwarp();", "", there),
+        (read + "named_barrier_sync(1, 32);", "", there),
+        (write + "__syncwarp();", "", "out[t] = values[t];"),
+        (alone, "", "out[t] = flag;"),
+        ("own[t] = t;" + alone, "out[t] = own[t];", "out[t] = flag;"),  # what the others did is not what the second warp is after
+        (alone + "own[t] = t;", "out[t] = own[t];", "out[t] = flag;"),
+        ("__syncwarp();" + alone + "__syncwarp();" + read + "__syncwarp();", "", there + "out[t] = flag;"),
+    ]
+    wrong = [
+        (read, "", there),
+        ("__syncwarp();" + read, "", there),
+        (read, "__syncwarp();", there),  # after the arrival it is too late
+        (write, "", "out[t] = values[t];"),
+        (alone + read, "", there),
+        ("if (t == 1) flag = 2;", "", "out[t] = flag;"),  # another lane
+        ("if (t < 16) " + read + "if (t < 16) __syncwarp(0xFFFF);" + read, "", there),
+    ]
+    for first, second, other in right:
+        source = ONE_FOR_ALL.replace("FIRST", first).replace("SECOND", second).replace("THERE", other)
+        run(source, np.zeros(32, np.int32), block=64, prelude="", **order)
+    for first, second, other in wrong:
+        source = ONE_FOR_ALL.replace("FIRST", first).replace("SECOND", second).replace("THERE", other)
+        with pytest.raises(sim.Hazard, match="race on (values|flag).*by warp 0"):
+            run(source, np.zeros(32, np.int32), block=64, prelude="", **order)
+
+
 def test_shuffle_with_missing_lanes(run):
     with pytest.raises(sim.Hazard, match="exited before"):
         run(

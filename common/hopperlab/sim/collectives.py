@@ -218,7 +218,10 @@ def _warp_sync(instruction, program):
     mask = program.reader(instruction.operands[0], "b32")
 
     def execute(machine, fragment):
-        return _members(machine, fragment, mask(fragment))
+        wait = _members(machine, fragment, mask(fragment))
+        if not wait and fragment.unit.cluster.observer is not None:
+            fragment.unit.cluster.observer.warp_sync(fragment)
+        return wait
 
     return execute
 

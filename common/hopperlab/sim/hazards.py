@@ -4,9 +4,13 @@ Every warp has a vector clock: what it knows of the progress of all warps.  An a
 takes it over.  Two accesses to the same bytes, one of them a write, are a race unless the later one's warp knows of the
 earlier one.  So a mistake is found in whatever order the simulator happens to run things, not only where data breaks.
 
-Three kinds of progress are tracked per warp: its own steps, phases of mbarriers (which complete when TMA data has
-landed), and which of the steps lie before a proxy fence.  TMA and wgmma read through the asynchronous proxy and see only
-ordinary writes that a proxy fence covers.
+Tracked are steps and ordinary accesses of warps, phases of mbarriers (which complete when TMA data has landed), and which
+steps and accesses lie before a proxy fence.  TMA and wgmma read through the asynchronous proxy and see only ordinary
+writes that a proxy fence covers.
+
+Where some lanes speak for their warp (lane 0 arrives, or issues a copy), they speak for the accesses of the other lanes
+only up to the last __syncwarp() or barrier.  So a warp's accesses are those of two: what a leading lane does alone, and
+all the rest.  What one lane has waited for, all lanes of its warp know.
 """
 
 from functools import lru_cache
@@ -17,6 +21,7 @@ from . import memory
 from .errors import Hazard
 
 _BARRIER_COLUMNS = 64
+_ALL = np.uint32(0xFFFFFFFF)  # lanes of a warp
 _WRITTEN = 0xFFFFFFFFFFFFFFFF  # eight bytes that something has written
 
 
@@ -30,6 +35,12 @@ def granule_of(program) -> int:
             bits = "".join(ch for ch in parts[-1].split("x")[0] if ch.isdigit()) or "32"
             sizes.append(max(1, int(bits[-2:]) // 8 if int(bits) > 8 else 1))
     return min(sizes)
+
+
+def _lane_masks(lanes):
+    """Which lanes of each warp these are, a bit each; the warps are those that have any."""
+    first = np.flatnonzero(np.diff(lanes >> 5, prepend=-1))
+    return np.bitwise_or.reduceat(np.uint32(1) << (lanes & 31).astype(np.uint32), first)
 
 
 class _AsyncAccess:
@@ -57,17 +68,22 @@ class Observer:
         self.shift = self.granule.bit_length() - 1
         warps = cluster.warps
         self.warps = warps
-        # Columns: steps of every warp | phases of mbarriers | steps covered by a proxy fence.
+        # Columns: steps of every warp | phases of mbarriers | steps, accesses before a proxy fence | accesses. Those are in the
+        # order of their owners: w for warp w, warps + w for its leading lane.
         self.fence_from = warps + _BARRIER_COLUMNS * len(cluster.cta_ids)
-        self.clock = np.zeros((warps, self.fence_from + warps), np.int64)
-        self.steps = np.einsum("ii->i", self.clock[:, :warps])  # a view: what each warp knows of itself
-        self.steps[:] = 1
+        self.fenced_from, self.access_from = self.fence_from + warps, self.fence_from + 3 * warps
+        self.clock = np.zeros((warps, self.access_from + 2 * warps), np.int64)
+        self.steps = np.einsum("ii->i", self.clock[:, :warps])  # views: what each warp knows of itself
+        self.stamps = np.einsum("iji->ij", self.clock[:, self.access_from :].reshape(warps, 2, warps))  # of its next accesses, twice
+        self.steps[:] = self.stamps[:] = 1
+        # Per warp: the last stamp before its lanes met, those that have accessed shared memory since, the leading lane.
+        self.met, self.touched, self.leader = np.zeros(warps, np.int64), np.zeros(warps, np.uint32), np.full(warps, -1)
         count = cluster.shared.size >> self.shift
-        self.write_warp = np.zeros(count, np.int16)
+        self.write_owner = np.zeros(count, np.int16)
         self.write_clock = np.zeros(count, np.int32)
         self.write_line = np.full(count, -1, np.int32)
         self.stored_pages = np.zeros((cluster.shared.size >> 10) + 1, bool)  # 1 KB pages with tracked ordinary stores
-        self.read_clock = None  # (warps, count), made when something reads
+        self.read_clock = None  # (owners, count), made when something reads
         self.read_pages = np.zeros_like(self.stored_pages)  # those with tracked ordinary reads
         self.read_line = np.full(count, -1, np.int32)
         self.store_event = np.zeros(cluster.shared.size >> 4, np.int32)  # which store wrote a 16-byte piece last
@@ -92,10 +108,52 @@ class Observer:
 
     def release(self, fragment, barrier, chosen=None):
         """An arrival publishes what its warps know."""
-        warps = self._warps(fragment, chosen)
-        known = self.clock[warps[0]] if len(warps) == 1 else self.clock[warps].max(0)
-        barrier.clock = known.copy() if barrier.clock is None else np.maximum(barrier.clock, known)
+        warps, known, for_all = self._known_to(fragment, chosen)
+        known = known.max(0)
+        barrier.clock = known if barrier.clock is None else np.maximum(barrier.clock, known)
+        self._meet(warps[for_all])
         self.steps[warps] += 1
+        self.stamps[warps] += 1
+
+    def warp_sync(self, fragment):
+        """Lanes of a warp meet: from here on each of them speaks for all that they have accessed."""
+        warps, _, for_all = self._known_to(fragment)
+        self._meet(warps[for_all])
+        self.stamps[warps] += 1
+
+    def _meet(self, warps):
+        self.met[warps], self.touched[warps] = self.stamps[warps, 0], 0
+
+    def _known_to(self, fragment, chosen=None):
+        """Its warps, what these lanes of them know, and which warps they speak for: no other lane has accessed anything since they met."""
+        warps = self._warps(fragment, chosen)
+        known, for_all = self.clock[warps], np.ones(len(warps), bool)
+        if (fragment.lanes is not None or chosen is not None) and self.touched[warps].any():
+            lanes = fragment.lane_indices() if chosen is None else fragment.lane_indices()[chosen]
+            masks = _lane_masks(lanes)
+            for_all = self.touched[warps] & ~masks == 0
+            for i in np.flatnonzero(~for_all):
+                warp = warps[i]
+                known[i, self.access_from + warp] = self.met[warp]
+                if self.leader[warp] < 0 or not masks[i] >> np.uint32(self.leader[warp]) & 1:
+                    known[i, self.access_from + self.warps + warp] = self.met[warp]
+        return warps, known, for_all
+
+    def _owners(self, unit, lanes):
+        """Whose accesses those of these lanes are: their warps', or the leading lane's, the first that was seen alone."""
+        if lanes is None:
+            self.touched[unit.warps] = _ALL
+            return unit.warps[unit.all_lanes >> 5]
+        owners = unit.first_warp + (lanes >> 5)
+        warps = owners[np.flatnonzero(np.diff(owners, prepend=-1))]
+        self.touched[warps] |= _lane_masks(lanes)
+        if len(lanes) == 1:
+            warp, lane = int(owners[0]), int(lanes[0]) & 31
+            if self.leader[warp] < 0:
+                self.leader[warp] = lane
+            if self.leader[warp] == lane:
+                owners = owners + self.warps
+        return owners
 
     def barrier_complete(self, barrier):
         barrier.released, barrier.clock = barrier.clock, None
@@ -113,10 +171,12 @@ class Observer:
 
     def proxy_fence(self, fragment):
         """Writes that these warps know of become visible to TMA and wgmma."""
-        warps = self._warps(fragment)
-        n = self.warps
-        self.clock[warps, self.fence_from :] = np.maximum(self.clock[warps, self.fence_from :], self.clock[warps, :n])
+        warps, known, _ = self._known_to(fragment)
+        fenced = slice(self.fence_from, self.access_from)  # steps and accesses
+        now = np.concatenate((known[:, : self.warps], known[:, self.access_from :]), 1)
+        self.clock[warps, fenced] = np.maximum(known[:, fenced], now)
         self.steps[warps] += 1
+        self.stamps[warps] += 1
 
     # ---- mbarriers --------------------------------------------------------------------------------------------------
 
@@ -200,6 +260,7 @@ class Observer:
         self._generic(
             unit,
             lanes >> 5,
+            self._owners(unit, span.lanes),
             place << (shift - self.shift),
             1 << (shift - self.shift),
             write,
@@ -223,9 +284,11 @@ class Observer:
                 banks = (np.unique(row)[:, None] // 4 + np.arange(4)).reshape(-1) % 32
                 entry[0] += 1
                 entry[1] += int(np.bincount(banks).max())
+        self.touched[fragment.unit.first_warp + warps] = _ALL
         self._generic(
             fragment.unit,
             lane_warps,
+            fragment.unit.first_warp + lane_warps,
             place >> self.shift,
             16 >> self.shift,
             write,
@@ -233,7 +296,7 @@ class Observer:
             place,
         )
         if write:  # warps that run this instruction together must not store into one another's rows
-            last = self.write_warp[place >> self.shift]
+            last = self.write_owner[place >> self.shift]
             lost = last != fragment.unit.first_warp + lane_warps
             if lost.any():
                 at = int(np.flatnonzero(lost)[0])
@@ -244,14 +307,14 @@ class Observer:
                     "its own warp's part of the tile: does the row depend on the warp?"
                 )
 
-    def _generic(self, unit, lane_warps, first, width, write, instruction, place):
-        """Accesses of lanes to width granules from first; lane_warps counts within the unit."""
+    def _generic(self, unit, lane_warps, owners, first, width, write, instruction, place):
+        """Accesses of lanes to width granules from first; lane_warps counts within the unit, owners are as in the clock's columns."""
         warps = unit.first_warp + lane_warps
         cells = first if width == 1 else (first[:, None] + np.arange(width)).reshape(-1)
-        who = warps if width == 1 else np.repeat(warps, width)
-        stamps = self.steps[who]
-        before = self.write_warp[cells]
-        unknown = self.clock[who, before] < self.write_clock[cells]
+        who, owner = (warps, owners) if width == 1 else (np.repeat(warps, width), np.repeat(owners, width))
+        stamps = self.stamps[who, 0]
+        before = self.write_owner[cells]
+        unknown = self.clock[who, self.access_from + before] < self.write_clock[cells]
         if unknown.any():
             self._race(
                 unit,
@@ -274,7 +337,7 @@ class Observer:
         if write:
             if self.read_pages[low >> 10 : (high + 1023) >> 10].any():
                 reads = self.read_clock[:, cells]
-                late = reads > self.clock[who, : self.warps].T
+                late = reads > self.clock[who, self.access_from :].T
                 if late.any():
                     reader, cell = (int(x[0]) for x in np.nonzero(late))
                     self._race(
@@ -288,7 +351,7 @@ class Observer:
                         self.read_line[cells[cell]],
                         reader,
                     )
-            self.write_warp[cells], self.write_clock[cells], self.write_line[cells] = who, stamps, instruction
+            self.write_owner[cells], self.write_clock[cells], self.write_line[cells] = owner, stamps, instruction
             self.stored_pages[place >> 10] = True
             self.events.append((lane_warps, place, instruction))
             self.store_event[place >> 4] = len(self.events) - 1
@@ -296,8 +359,8 @@ class Observer:
                 self.events, self.store_event[:] = [None], 0
         else:
             if self.read_clock is None:
-                self.read_clock = np.zeros((self.warps, self.write_warp.size), np.int32)
-            self.read_clock[who, cells] = stamps
+                self.read_clock = np.zeros((2 * self.warps, self.write_owner.size), np.int32)
+            self.read_clock[owner, cells] = stamps
             self.read_pages[place >> 10] = True
             self.read_line[cells] = instruction
 
@@ -310,10 +373,11 @@ class Observer:
             f"race on {name}: warp {int(lane_warps[lane]) + unit.first // 32} of block {self.cluster.cta_ids[unit.cta]} "
             f"{verb} it at {where}, and nothing orders that after the {other} at {earlier} by "
             f"{self._name_warp(int(warp))}. Put a barrier (__syncthreads, a named barrier or an mbarrier) between the "
-            "two."
+            "two. An arrival of one lane stands for its whole warp only after a __syncwarp()."
         )
 
-    def _name_warp(self, warp):
+    def _name_warp(self, owner):
+        warp = owner % self.warps
         for unit in self.cluster.units:
             if warp in unit.warps:
                 return f"warp {warp - unit.first_warp + unit.first // 32} of block {self.cluster.cta_ids[unit.cta]}"
@@ -371,8 +435,8 @@ class Observer:
 
     def async_write(self, fragment, low, high, barrier, where, box, combines=False):
         """A copy into shared memory, announced on barrier in its current phase. Reductions (combines) may meet one another."""
-        warp = int(self._warps(fragment)[0])
-        clock, name = self.clock[warp], self.cluster.name_shared
+        warps, known, _ = self._known_to(fragment)
+        warp, clock, name = int(warps[0]), known[0], self.cluster.name_shared
         target = low // self.cluster.shared_stride
         if target != fragment.unit.cta:
             self._check_alive(fragment, target, where)
@@ -413,9 +477,9 @@ class Observer:
         first = low >> self.shift
         cells = slice(first, -(-high // self.granule))
         stored = self.stored_pages[low >> 10 : (high + 1023) >> 10].any()
-        writers, steps = self.write_warp[cells], self.write_clock[cells]
+        writers, steps = self.write_owner[cells], self.write_clock[cells]
         if stored and steps.any():
-            late = clock[writers] < steps
+            late = clock[self.access_from + writers] < steps
             if late.any():
                 at = int(np.flatnonzero(late)[0])
                 raise Hazard(
@@ -426,13 +490,14 @@ class Observer:
             self.store_event[low >> 4 : -(-high // 16)] = 0
         self.stored_pages[(low + 1023) >> 10 : high >> 10] = False
         if self.read_pages[low >> 10 : (high + 1023) >> 10].any():
-            late = self.read_clock[:, cells] > clock[: self.warps, None]
+            late = self.read_clock[:, cells] > clock[self.access_from :, None]
             if late.any():
                 reader, at = (int(x[0]) for x in np.nonzero(late))
                 raise Hazard(
                     f"race on {name(low)}: the TMA load of {fragment.who()} at {where} is not ordered after the read at "
                     f"{self.machine.where(int(self.read_line[first + at]))} by {self._name_warp(reader)}. Release the "
-                    "slot only after its last read, and let the producer wait for that."
+                    "slot only after its last read (of all lanes, where one arrives for its warp: __syncwarp()), and let the "
+                    "producer wait for that."
                 )
             self.read_clock[:, cells] = 0
             self.read_pages[(low + 1023) >> 10 : high >> 10] = False
@@ -451,8 +516,7 @@ class Observer:
 
     def async_read(self, fragment, low, high, what, where, chunks=None, warps=None, box=None, low_chunk=0):
         """A copy or wgmma that reads [low, high) from now until read_done."""
-        warps = self._warps(fragment) if warps is None else warps
-        clock = self.clock[warps].min(0) if len(warps) > 1 else self.clock[warps[0]]
+        clock = (self._known_to(fragment)[1] if warps is None else self.clock[warps]).min(0)
         name = self.cluster.name_shared
         for access in self.accesses:
             if access.writes and access.low < high and low < access.high and not self._known(access, clock):
@@ -486,17 +550,17 @@ class Observer:
 
     def _against_stores(self, fragment, cells, clock, what, where):
         """An asynchronous read of cells that ordinary stores may have written: is it ordered after them, past a proxy fence?"""
-        writers, steps = self.write_warp[cells], self.write_clock[cells]
-        late = clock[writers] < steps
+        writers, steps = self.write_owner[cells], self.write_clock[cells]
+        late = clock[self.access_from + writers] < steps
         if late.any():
             at = int(np.flatnonzero(late)[0])
             raise Hazard(
                 f"race on {self.cluster.name_shared(int(cells[at]) << self.shift)}: {what} of {fragment.who()} at {where} "
                 f"reads it, and no barrier orders that after the store at {self.machine.where(int(self.write_line[cells[at]]))} "
                 f"by {self._name_warp(int(writers[at]))}. All writers must pass a barrier with the issuing thread "
-                "first."
+                "first (within one warp: __syncwarp())."
             )
-        unseen = clock[self.fence_from + writers] < steps
+        unseen = clock[self.fenced_from + writers] < steps
         if unseen.any():
             at = int(np.flatnonzero(unseen)[0])
             raise Hazard(
@@ -752,6 +816,7 @@ class BatchObserver:
         self.interval += 1
 
     def named_barrier_arrive(self, fragment, barrier, instruction): ...
+    def warp_sync(self, fragment): ...
     def release(self, fragment, barrier, chosen=None): ...
     def acquire(self, fragment, barrier): ...
     def thread_exit(self, fragment): ...

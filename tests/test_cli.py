@@ -127,10 +127,31 @@ def test_trace_writes_a_chrome_trace_and_a_drawing(tmp_path):
     assert invoke("trace", "--stage", "03", "--step", "nothing").exit_code == 2
 
 
+@pytest.mark.parametrize("number", ["02", "04", "05", "06"])
+def test_the_last_step_of_every_stage_can_be_traced(number, tmp_path):
+    result = invoke("trace", "--stage", number, "--record", str(tmp_path / "t.json"))
+    assert result.exit_code == 0 and json.loads((tmp_path / "t.json").read_text())["traceEvents"], result.output
+
+
 def test_exercises_and_hints():
     assert "exercise.cu" in invoke("exercises").output
+    shown = invoke("exercises", "--stage", "02").output
+    assert "02_tma" in shown and "01_naive" not in shown
     first = invoke("hint", "01", "1")
     assert first.exit_code == 0 and "hopperlab hint 01 1 2" in first.output
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (("exercises", "--stage", "9"), "stage: got '9', there are"),
+    (("exercises", "--reset"), "--reset: it replaces what --write writes; give both"),
+    (("trace", "--stage", "01"), "--step: tiled of 01_naive has nothing to draw: no copy, no mbarrier and no wgmma works beside its threads"),
+    (("trace", "--stage", "0"), "stage: got '0', one stage is needed, and it fits 6 of"),
+    (("hint", "0", "1"), "stage: got '0', one stage is needed, and it fits 6 of"),
+    (("report", "--lessons", "--stage", "9"), "stage: got '9', there are"),
+])  # fmt: skip
+def test_stages_that_cannot_be_meant_are_refused(arguments, message):
+    result = invoke(*arguments)
+    assert result.exit_code == 2 and message in " ".join(result.output.replace("│", " ").split())
 
 
 @pytest.mark.parametrize("version, ok", [("3.5.1", False), ("3.6.0", True), ("3.10.0", True), ("4.0", True), (None, False)])

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from hopperlab import exercise, stage
+from hopperlab.sim import SimulatorError
 
 from wrong_answers import WRONG
 
@@ -85,6 +86,14 @@ def test_plausible_wrong_answers_get_a_message_that_helps(number, right, wrong, 
     results = run_tests(folder, source, tmp_path, failing)
     assert all(results.values()), f"{failing} accepted a wrong answer"
     assert all(re.search(message, text) for text in results.values()), results
+
+
+def test_a_finding_is_printed_once(tmp_path):
+    """What the simulator found is the message of the failure, and not once more what led to it."""
+    with pytest.raises(pytest.fail.Exception, match="BLANK 3 there: found. Hint: hopperlab hint 05 3") as caught:
+        with exercise.explained(3, "05", " there"):
+            raise SimulatorError("found.")
+    assert caught.value.__suppress_context__ and caught.value.__cause__ is None
 
 
 def test_blanks_must_count_up():

@@ -62,6 +62,13 @@ def test_every_published_record_names_its_card_and_commit():
         assert record["machine"]["driver"] and record["commit"] and record["date"] and record["versions"], path
 
 
+def test_steps_are_compared_with_the_last_one_that_computes_the_same_kind_of_output():
+    cases = lambda output: [{"case": f"64x64x128 e4m3, tensor -> {output}"}]  # noqa: E731
+    rows = [{"step": str(i), "language": language, "cases": cases(output), "timing": {"tflops": 1}}
+            for i, (language, output) in enumerate([("cuda", "bfloat16"), ("triton", "bfloat16"), ("cuda", "float32"), ("cuda", "bfloat16")])]  # fmt: skip
+    assert [report.last_step(rows, row) for row in rows] == [None, None, None, rows[0]]
+
+
 @pytest.mark.parametrize("plot", [report.plot_ladder, report.plot_roofline])
 def test_plots_draw_every_timed_step(plot):
     import matplotlib

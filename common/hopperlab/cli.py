@@ -42,6 +42,13 @@ def _stages(selector: str) -> list[stages.Stage]:
         raise typer.BadParameter(str(error)) from None
 
 
+def _folders(selector: str, single: bool = False) -> list[Path]:
+    try:
+        return stages.matching(selector, single)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 def _shape(text: str) -> tuple[int, int, int]:
     parts = text.lower().split("x")
     if len(parts) != 3 or not all(part.isdecimal() and int(part) > 0 for part in parts):
@@ -257,20 +264,25 @@ def profile(stage: StageOption = "", record: RecordOption = Path("results/counte
 
 
 @app.command()
-def trace(stage: StageOption, step: Annotated[str, typer.Option("--step", help="Name of the step, as `run` prints it.")] = "",
-          shape: ShapeOption = "128x128x512",
+def trace(stage: Annotated[str, typer.Option("--stage", help='The stage: the beginning of its folder\'s name, e.g. "04".')],
+          step: Annotated[str, typer.Option("--step", help="Name of the step, as `run` prints it; the stage's last one if not given.")] = "",
+          shape: Annotated[str, typer.Option("--shape", help="Shape that is traced, MxNxK.")] = "128x128x512",
           record: Annotated[Path, typer.Option("--record", help="Chrome trace to write; open it at ui.perfetto.dev.")] = Path("results/trace.json"),
           draw: Annotated[Path | None, typer.Option("--draw", help="Also draw it into this PNG.")] = None):  # fmt: skip
     """Run one step on the simulator and show its pipeline: who did what in which order. It shows order, not time."""
     m, n, k = _shape(shape)
-    steps = [found for entry in _stages(stage) for found in entry.steps if found.language == "cuda"]
+    (folder,) = _folders(stage, single=True)
+    steps = [found for found in stages.load(folder).steps if found.language == "cuda"]
     chosen = [found for found in steps if found.name == step] if step else steps[-1:]
     if not chosen:
         raise typer.BadParameter(f"--step: got {step!r}, there are {[found.name for found in steps]}")
     a, b = checker.problem(m, n, k, recipes=chosen[0].recipes[0], formats=chosen[0].formats[0])
     with simulation(trace=True) as reports:
-        chosen[0].gemm(a, b, torch.empty(m, n, dtype=torch.bfloat16))
+        chosen[0].gemm(a, b, torch.zeros(m, n, dtype=chosen[0].out_dtypes[0]))
     spans = reports[-1].trace
+    if not spans:
+        raise typer.BadParameter(f"--step: {chosen[0].name} of {folder.name} has nothing to draw: no copy, no mbarrier and no wgmma "
+                                 "works beside its threads")  # fmt: skip
     record.parent.mkdir(parents=True, exist_ok=True)
     tracing.save(spans, record)
     console.print(str(reports[-1]), markup=False, highlight=False)
@@ -285,12 +297,15 @@ def exercises(write: Annotated[bool, typer.Option(help="Write missing exercise f
               reset: Annotated[bool, typer.Option(help="With --write: replace files that hold answers too.")] = False,
               stage: StageOption = ""):  # fmt: skip
     """List the exercises and what is solved, or write their files."""
+    folders = _folders(stage)
+    if reset and not write:
+        raise typer.BadParameter("--reset: it replaces what --write writes; give both")
     if write:
-        for folder in stages.folders():
-            if folder.name.startswith(stage) and (folder / "hints.md").exists():
+        for folder in folders:
+            if (folder / "hints.md").exists():
                 console.print(f"{folder.name}: {exercise.write(folder, reset)}")
     table = Table("stage", "blank", "lines", "state", "what to do")
-    for name, found in exercise.progress():
+    for name, found in exercise.progress(stage):
         for blank in found:
             state = "empty" if blank.empty else "[green]filled in[/]"
             table.add_row(name, str(blank.number), str(blank.lines), state, blank.task)
@@ -301,9 +316,7 @@ def exercises(write: Annotated[bool, typer.Option(help="Write missing exercise f
 @app.command()
 def hint(stage: str, blank: int, level: Annotated[int, typer.Argument(help="1 is the gentlest.")] = 1):
     """Print one hint for a blank of a stage's exercise: hopperlab hint 01 3, then hopperlab hint 01 3 2 for the next."""
-    folder = next((path for path in stages.folders() if path.name.startswith(stage) and (path / "hints.md").exists()), None)
-    if folder is None:
-        raise typer.BadParameter(f"stage: got {stage!r}, there are {[path.name for path in stages.folders()]}")
+    (folder,) = _folders(stage, single=True)
     found = exercise.hints(folder)
     if blank not in found:
         raise typer.BadParameter(f"blank: got {blank}, {folder.name} has {sorted(found)}")
@@ -318,9 +331,10 @@ def hint(stage: str, blank: int, level: Annotated[int, typer.Argument(help="1 is
 def report_command(lessons: Annotated[bool, typer.Option("--lessons", help="Execute the lessons here and keep their outputs.")] = False,
                    stage: StageOption = ""):  # fmt: skip
     """Rewrite the README's table and the plots from docs/results."""
+    folders = _folders(stage)
     if lessons:
-        for folder in stages.folders():
-            if folder.name.startswith(stage) and (folder / "lesson.ipynb").exists():
+        for folder in folders:
+            if (folder / "lesson.ipynb").exists():
                 report.execute_lesson(folder / "lesson.ipynb")
                 console.print(f"executed {folder.name}/lesson.ipynb", markup=False)
     for line in report.write_docs():

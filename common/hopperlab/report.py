@@ -78,8 +78,9 @@ def published_step(record: dict | None, stage_name: str, step_name: str) -> dict
 
 
 def last_step(rows: list[dict], row: dict) -> dict | None:
-    """The timed step before this one on the ladder in the same language, for the speed-up."""
-    earlier = [r for r in rows[: rows.index(row)] if r.get("timing") and r["language"] == row["language"]]
+    """The timed step before this one on the ladder in the same language and with the same kind of output, for the speed-up."""
+    kind = lambda r: (r["language"], r["cases"][0]["case"].rpartition(" -> ")[2])  # noqa: E731
+    earlier = [r for r in rows[: rows.index(row)] if r.get("timing") and kind(r) == kind(row)]
     return earlier[-1] if earlier else None
 
 
@@ -283,12 +284,10 @@ def write_docs() -> list[str]:
     update_readme(root / "README.md", record)
     write_between(root / "docs" / "parallel.md", "parallel", parallel_markdown(published(PARALLEL)))
     written = list(dict.fromkeys(["README.md", "docs/parallel.md", *library_report.write_docs()]))
-    for name, plot in (("ladder.png", plot_ladder), ("roofline.png", plot_roofline)):
-        path = root / "docs" / "plots" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        plot(record).savefig(path, dpi=130, metadata={"Software": None})
-        written.append(str(path.relative_to(root)))
-    return written
+    path = root / "docs" / "plots" / "ladder.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plot_ladder(record).savefig(path, dpi=130, metadata={"Software": None})
+    return [*written, str(path.relative_to(root))]
 
 
 def execute_lesson(path: Path, save_to: Path | None = None) -> None:

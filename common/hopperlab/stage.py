@@ -109,12 +109,18 @@ def folders() -> list[Path]:
     return sorted(path.parent for path in (root() / "stages").glob("[0-9][0-9]_*/stage.py"))
 
 
-def find(selector: str = "") -> list[Stage]:
-    """Stages whose folder name starts with ``selector`` ("01", or "" for all). Raises ValueError for none."""
+def matching(selector: str = "", single: bool = False) -> list[Path]:
+    """The folders whose names start with ``selector`` ("01", or "" for all). Raises ValueError for none, and for several where ``single``."""
     found = [path for path in folders() if path.name.startswith(selector)]
-    if not found:
-        raise ValueError(f"stage: got {selector!r}, there are {[path.name for path in folders()]}")
-    return [load(path) for path in found]
+    if not found or single and len(found) > 1:
+        which = "there are" if not found else f"one stage is needed, and it fits {len(found)} of"
+        raise ValueError(f"stage: got {selector!r}, {which} {[path.name for path in folders()]}")
+    return found
+
+
+def find(selector: str = "") -> list[Stage]:
+    """The stages of those folders; see :func:`matching`."""
+    return [load(path) for path in matching(selector)]
 
 
 @functools.cache

@@ -41,7 +41,8 @@ def require_filled(source: Path, *numbers: int):
 
 
 def probe(source: Path, tmp_path: Path, entry: str) -> Kernel:
-    path = tmp_path / "probe.cu"
+    path = tmp_path / "probe" / source.name  # the name that the learner knows
+    path.parent.mkdir(exist_ok=True)
     path.write_text(source.read_text() + PROBES)
     return Kernel(path, entry, CONSTANTS)
 

@@ -325,6 +325,10 @@ WRONG_06 = [
     # the same for a buffer
     ("06", "(Swapped ? tile.y_end : tile.x_end) = size;", "tile.x_end = size;", "test_blank_3",
      r"BLANK 3, Masked, swapped, .*Y from row 0, ending at 149\. Right is: .*ending at 72, Y from row 0, ending at 1\."),
+    # both kinds as one: begins says nothing of masked groups
+    ("06", "    if constexpr (Problem == Contiguous) {\n      const int start = begin(tile.group);\n      if (Swapped) tile.y",
+     "    if constexpr (Problem == Contiguous || Problem == Masked) {\n      const int start = begin(tile.group);\n      if (Swapped) tile.y", "test_blank_3",
+     r"BLANK 3, Masked"),
     # masked groups end where the buffer does
     ("06", "    if constexpr (Problem == Masked) (Swapped ? tile.y_end : tile.x_end) = size;\n", "", "test_blank_3",
      r"BLANK 3, Masked, groups.*ending at 149, .*Right is: group 0, X from row 0, ending at 1, .*Masked: rows 0 to size"),

@@ -99,6 +99,8 @@ def right_tiles(kind: str, swapped: bool) -> list[tuple[int, ...]]:
 def found_tiles(source: Path, kind: str, swapped: bool, most: int) -> torch.Tensor:
     """What each lane of each CTA was given: (CTAS, most, 32, 5) integers; -1 where it was given nothing."""
     begins, ends = (torch.tensor(rows, dtype=torch.int32) for rows in groups(kind))
+    if kind == "Masked":
+        begins = ends  # there are none, and the library passes this in their place
     problem = Problem(kind.lower(), int(ends.max()) + GAP, N, BLOCK, len(SIZES))
     tile = {"block_m": BLOCK_Y, "block_n": BLOCK_X} if swapped else {"block_m": BLOCK_X, "block_n": BLOCK_Y}
     chosen = plan(problem, **tile, swap_ab=swapped, group_m=GROUP_X)

@@ -163,6 +163,73 @@ def test_a_weight_is_quantised_once_until_it_changes(monkeypatch):
     assert run() == 8
 
 
+@pytest.mark.parametrize("optimiser", [
+    lambda parameters: torch.optim.AdamW(parameters, lr=0.05, fused=True),
+    lambda parameters: torch.optim.SGD(parameters, lr=0.5, fused=True),
+    lambda parameters: torch.optim.AdamW(parameters, lr=0.05, foreach=True),
+], ids=["fused AdamW", "fused SGD", "foreach AdamW"])  # fmt: skip
+@pytest.mark.parametrize("make", [lambda: Linear(64, 64), lambda: Experts(2, 64, 64)], ids=["Linear", "Experts"])
+def test_what_an_optimiser_changes_is_quantised_again(make, optimiser):
+    """Fused ones do not count their writes in _version."""
+    layer, x = make(), random(8, 64)
+    step = optimiser(layer.parameters())
+    for early in (True, False):  # also where the weight was quantised between the recorded pass and the step
+        layer(x).square().mean().backward()
+        if early:
+            with torch.no_grad():
+                layer(x)
+        step.step()
+        with torch.no_grad():
+            stale, cached = copy.deepcopy(layer), layer(x)
+            assert torch.equal(cached, stale(x)), "the copy quantises for itself"
+
+
+def test_a_new_tensor_at_an_old_address_is_quantised():
+    layer, x = Linear(64, 64, bias=False).requires_grad_(False), random(8, 64)
+    for seed in range(20):
+        layer(x)
+        for i in (1, 2):
+            layer.weight.data = torch.full((64, 64), 2.0 * seed + i)
+        assert torch.equal(layer(x), copy.deepcopy(layer)(x))
+
+
+def test_layers_run_on_meta_tensors():
+    with torch.device("meta"):
+        assert Linear(64, 32)(torch.empty(3, 64)).shape == (3, 32)
+        assert Linear(64, 32, precision="bf16")(torch.empty(3, 64)).shape == (3, 32)
+        assert Experts(2, 64, 32)(torch.empty(3, 64)).shape == (3, 64)
+
+
+def test_a_frozen_layer_refuses_other_weight_scales_by_way_of_another_precision():
+    layer = Linear(256, 64).requires_grad_(False).freeze()
+    layer.set_precision("bf16")
+    with refused(ValueError, "frozen with '128x128'", "before freeze()"):
+        layer.set_precision(Recipe("row", "row"))
+
+
+def test_a_refused_convert_changes_nothing():
+    model = torch.nn.ModuleList([torch.nn.Linear(8, 8), Experts(2, 8, 8)])
+    with refused(ValueError, "'tensor'", "Experts"):
+        convert(model, {"*": Recipe("tensor", "tensor")})
+    assert type(model[0]) is torch.nn.Linear
+
+
+@pytest.mark.parametrize("ids, weights, error, words", [
+    (torch.zeros(4, 2, dtype=torch.uint8), torch.ones(4, 2), ValueError, ["experts of a token must differ"]),
+    (torch.tensor([[0, 9]] * 4, dtype=torch.uint8), torch.ones(4, 2), ValueError, ["topk_ids[0, 1] is 9", "0 to 3"]),
+    (torch.tensor([[0, 1]] * 4), [1.0], TypeError, ["topk_weights is list"]),
+    (torch.tensor([[0, 1]] * 4), torch.ones(4, 2, dtype=torch.int32), TypeError, ["topk_weights is torch.int32", "floats"]),
+])  # fmt: skip
+def test_refused_routings(ids, weights, error, words):
+    with refused(error, *words):
+        Experts(4, 8, 8)(random(4, 8), ids, weights)
+
+
+def test_unsigned_ids_are_ids():
+    layer, x, ids = Experts(4, 8, 8), random(4, 8), torch.tensor([[0, 1]] * 4)
+    assert torch.equal(layer(x, ids.to(torch.uint8), torch.ones(4, 2)), layer(x, ids, torch.ones(4, 2)))
+
+
 def test_a_frozen_parameter_uses_the_cache_and_passes_gradients_on(monkeypatch):
     calls, layer, x = counted(monkeypatch), linear().requires_grad_(False), random(5, 260).requires_grad_()
     for _ in range(3):
@@ -378,6 +445,25 @@ def test_convert_follows_the_policy():
     model.load_state_dict(Model().state_dict())
     assert convert(model, {"*": "fp32"})["head"] == "fp32"
     assert torch.allclose(model(x), before, atol=1e-5)
+
+
+def test_a_transformer_layer_computes_by_its_converted_layers():
+    """PyTorch's fused path for inference would read linear1.weight and never call the layer."""
+    torch.manual_seed(0)
+    plain = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(128, 4, 256, batch_first=True, dropout=0.0), 2)
+    model, x, mask = copy.deepcopy(plain), random(2, 5, 128), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    assert len(convert(model, {"*": "fp8"})) == 4
+    for module in (plain, model):
+        module.eval().requires_grad_(False)
+    for options in ({}, {"src_key_padding_mask": mask}):
+        right, got = plain(x, **options), model(x, **options)
+        right = right if right.shape == got.shape else F.pad(right, (0, 0, 0, got.shape[1] - right.shape[1]))
+        kept = ~mask if options else torch.ones_like(mask)
+        assert 0 < calc_diff(got[kept], right[kept]) < 1e-2  # FP8 was there
+        for module in model.modules():
+            if isinstance(module, Linear):
+                module.freeze()
+        assert torch.equal(model(x, **options), got)
 
 
 def test_convert_changes_nothing_for_an_unknown_pattern():

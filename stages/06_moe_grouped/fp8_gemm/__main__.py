@@ -167,10 +167,15 @@ def smoke(device: torch.device, backend: str | None) -> bool:
 
     for finding in environment():
         show(finding)
-    print(f"\n{dispatch.explain(Problem('dense', 4096, 4096, 4096), device=device, backend=backend)}\n")
-    for finding in numbers(device, backend):
-        show(finding)
-    show(speed(device, backend))
+    try:
+        print(f"\n{dispatch.explain(Problem('dense', 4096, 4096, 4096), device=device, backend=backend)}\n")
+    except (RuntimeError, ValueError) as error:
+        variable = f"unset {dispatch.BACKEND_VARIABLE}" if backend is None else "drop --backend"
+        show(Finding("backend", False, str(error), f"{variable}, or choose one that runs on {device}"))
+    else:
+        for finding in numbers(device, backend):
+            show(finding)
+        show(speed(device, backend))
     print(f"\n{f'{wrong} failed' if wrong else 'all is well'}, {time.perf_counter() - start:.1f} s")
     return not wrong
 
@@ -188,6 +193,18 @@ def _shape(text: str) -> tuple[int, ...]:
     return sizes
 
 
+def _device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no device: write cuda, cuda:1 or cpu") from None
+    if device.type not in ("cuda", "cpu"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no device with FP8 kernels: write cuda, cuda:1 or cpu")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not there: PyTorch sees {count} CUDA GPUs; python -m fp8_gemm smoke says why")
+    return device
+
+
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["bench"]:  # its options are its own
@@ -202,7 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
         command = commands.add_parser(name)
         if name != "tune":
             command.add_argument("--backend", choices=dispatch.BACKENDS)
-        command.add_argument("--device", help="cuda, cuda:1, cpu; by default the GPU if there is one")
+        command.add_argument("--device", type=_device, help="cuda, cuda:1, cpu; by default the GPU if there is one")
         if name != "smoke":
             command.add_argument("shapes", nargs="+", type=_shape, help="MxNxK, or NxK for the usual M; warmup: for every M")
             command.add_argument("--kind", choices=KINDS, default="dense")
@@ -212,7 +229,15 @@ def main(arguments: list[str] | None = None) -> int:
             command.add_argument("--expected-m", type=int, help="rows of a group that count, for --kind masked; by default all M")
     commands.add_parser("bench")  # for the usage line: handled above
     options = parser.parse_args(arguments)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        return _run(options)
+    except (RuntimeError, ValueError) as error:
+        print(f"python -m fp8_gemm {options.command}: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(options: argparse.Namespace) -> int:
+    device = options.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if options.command == "smoke":
         return 0 if smoke(device, options.backend) else 1
     recipe = options.recipe or (("1x128", "1x128") if options.kind == "k_grouped" else ("1x128", "128x128"))
@@ -221,12 +246,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.kind == "k_grouped":
         described["out_dtype"] = torch.float32
     if options.command == "tune":
-        try:
-            for problem in dispatch.problems_of(options.shapes, **described):  # one by one: each takes seconds
-                print(tune([problem], device=options.device, expected_m=options.expected_m)[0], flush=True)
-        except (RuntimeError, ValueError) as error:
-            print(f"python -m fp8_gemm tune: {error}", file=sys.stderr)
-            return 1
+        for problem in dispatch.problems_of(options.shapes, **described):  # one by one: each takes seconds
+            print(tune([problem], device=options.device, expected_m=options.expected_m)[0], flush=True)
         return 0
     if options.command == "warmup":
         explanations = dispatch.warmup(options.shapes, device=options.device, backend=options.backend, **described)

@@ -18,6 +18,7 @@ from fp8_gemm import ops
 from fp8_gemm.dispatch import SMS_OF_AN_H200
 from fp8_gemm.gemm import gemm
 from fp8_gemm.grouped import grouped_gemm, k_grouped_gemm, masked_gemm
+from fp8_gemm.problem import is_readable
 from fp8_gemm.quantize import GroupedTensor, ScaledTensor, quantize
 from hopperlab.quantize import BLOCK, TMA_ALIGNMENT
 from hopperlab.reference import calc_diff
@@ -43,7 +44,7 @@ _num_sms: int | None = None
 
 
 def fp8_gemm_nt(
-    a: Operand, b: Operand, d: torch.Tensor, c: torch.Tensor | None = None, recipe: tuple[int, int, int] | None = None, *,
+    a: Operand, b: Operand, d: torch.Tensor, c: torch.Tensor | None = None, recipe: tuple[int, int, int] | None = None,
     recipe_a: tuple[int, int] | None = None, recipe_b: tuple[int, int] | None = None, compiled_dims: str = "nk",
     disable_ue8m0_cast: bool = False,
 ) -> None:  # fmt: skip
@@ -57,19 +58,19 @@ def fp8_gemm_nt(
     gemm(*operands, c=c, out=d, out_dtype=_dtype("d", d), **_overrides(d))
 
 
-def fp8_gemm_nn(a: Operand, b: Operand, d: torch.Tensor, c=None, recipe=None, **options) -> None:
+def fp8_gemm_nn(a: Operand, b: Operand, d: torch.Tensor, c=None, recipe=None, *more, **options) -> None:
     """As fp8_gemm_nt with b (K, N) and its scales transposed. FP8 wgmma reads along K: b must be a view of a K-major tensor."""
-    fp8_gemm_nt(a, _transposed(b), d, c, recipe, **options)
+    fp8_gemm_nt(a, _transposed(b), d, c, recipe, *more, **options)
 
 
-def fp8_gemm_tn(a: Operand, b: Operand, d: torch.Tensor, c=None, recipe=None, **options) -> None:
+def fp8_gemm_tn(a: Operand, b: Operand, d: torch.Tensor, c=None, recipe=None, *more, **options) -> None:
     """As fp8_gemm_nn with a (K, M) as well."""
-    fp8_gemm_nt(_transposed(a), _transposed(b), d, c, recipe, **options)
+    fp8_gemm_nt(_transposed(a), _transposed(b), d, c, recipe, *more, **options)
 
 
-def fp8_gemm_tt(a: Operand, b: Operand, d: torch.Tensor, c=None, recipe=None, **options) -> None:
+def fp8_gemm_tt(a: Operand, b: Operand, d: torch.Tensor, c=None, recipe=None, *more, **options) -> None:
     """As fp8_gemm_nt with a (K, M)."""
-    fp8_gemm_nt(_transposed(a), b, d, c, recipe, **options)
+    fp8_gemm_nt(_transposed(a), b, d, c, recipe, *more, **options)
 
 
 def gemm_fp8_fp8_bf16_nt(lhs: Operand, rhs: Operand, out: torch.Tensor) -> None:
@@ -88,9 +89,9 @@ def wgrad_gemm_fp8_fp8_fp32_nt(lhs: Operand, rhs: Operand, out: torch.Tensor) ->
 
 
 def m_grouped_fp8_gemm_nt_contiguous(
-    a: Operand, b: Operand, d: torch.Tensor, grouped_layout: torch.Tensor, recipe: tuple[int, int, int] | None = None, *,
+    a: Operand, b: Operand, d: torch.Tensor, grouped_layout: torch.Tensor, recipe: tuple[int, int, int] | None = None,
     recipe_a: tuple[int, int] | None = None, recipe_b: tuple[int, int] | None = None, compiled_dims: str = "nk",
-    disable_ue8m0_cast: bool = False, use_psum_layout: bool = False, expected_m_for_psum_layout: int | None = None,
+    disable_ue8m0_cast: bool = False, use_psum_layout: bool = False, *, expected_m_for_psum_layout: int | None = None,
 ) -> None:  # fmt: skip
     """d (M, N): each row of a (M, K) times the b (G, N, K) of its group.
 
@@ -103,9 +104,17 @@ def m_grouped_fp8_gemm_nt_contiguous(
     if not use_psum_layout:
         grouped_gemm(activations, weights, indices=grouped_layout, out=d, out_dtype=_dtype("d", d), **_overrides(d))
         return
+    if not isinstance(grouped_layout, torch.Tensor):
+        raise TypeError(f"grouped_layout is a {type(grouped_layout).__name__}; it must be an int32 tensor ({weights.groups},)")
     if tuple(grouped_layout.shape) != (weights.groups,) or grouped_layout.dtype != torch.int32:
         raise ValueError(f"grouped_layout is {grouped_layout.dtype} of shape {tuple(grouped_layout.shape)}; with "
                          f"use_psum_layout it must be int32 ({weights.groups},), where each group ends")  # fmt: skip
+    if is_readable(grouped_layout):
+        before = 0
+        for group, end in enumerate(grouped_layout.tolist()):
+            if not before <= end <= activations.rows:
+                raise ValueError(f"grouped_layout[{group}] is {end}; group ends must not decrease: allowed are {before} to {activations.rows}")
+            before = end
     starts = torch.nn.functional.pad(align(grouped_layout[:-1], CONTIGUOUS_ALIGNMENT), (1, 0)).clamp_max(activations.rows)
     ends = torch.maximum(grouped_layout, starts)  # an empty group may end where the group before it did
     offsets = torch.nn.functional.pad(starts, (0, 1), value=activations.rows)
@@ -114,15 +123,15 @@ def m_grouped_fp8_gemm_nt_contiguous(
 
 
 def m_grouped_fp8_gemm_nn_contiguous(
-    a: Operand, b: Operand, d: torch.Tensor, grouped_layout: torch.Tensor, recipe=None, **options
+    a: Operand, b: Operand, d: torch.Tensor, grouped_layout: torch.Tensor, recipe=None, *more, **options
 ) -> None:
     """As m_grouped_fp8_gemm_nt_contiguous with b (G, K, N) and its scales transposed; b a view of a K-major tensor."""
-    m_grouped_fp8_gemm_nt_contiguous(a, _transposed(b), d, grouped_layout, recipe, **options)
+    m_grouped_fp8_gemm_nt_contiguous(a, _transposed(b), d, grouped_layout, recipe, *more, **options)
 
 
 def m_grouped_fp8_gemm_nt_masked(
     a: Operand, b: Operand, d: torch.Tensor, masked_m: torch.Tensor, expected_m: int,
-    recipe: tuple[int, int, int] | None = None, *, recipe_a: tuple[int, int] | None = None,
+    recipe: tuple[int, int, int] | None = None, recipe_a: tuple[int, int] | None = None,
     recipe_b: tuple[int, int] | None = None, compiled_dims: str = "nk", disable_ue8m0_cast: bool = False,
 ) -> None:  # fmt: skip
     """d (G, max M, N): the first masked_m[g] rows of a[g] (max M, K) times b[g] (N, K) transposed. Later rows stay as they are.
@@ -133,9 +142,9 @@ def m_grouped_fp8_gemm_nt_masked(
     masked_gemm(_stack("a", a, "1x128", d), weights, masked_m, out=d, out_dtype=_dtype("d", d), **_overrides(d))
 
 
-def fp8_m_grouped_gemm_nt_masked(a, b, d, masked_m, expected_m, recipe=None, **options) -> None:
+def fp8_m_grouped_gemm_nt_masked(a, b, d, masked_m, expected_m, recipe=None, *more, **options) -> None:
     """m_grouped_fp8_gemm_nt_masked by its name in DeepGEMM 2.0."""
-    m_grouped_fp8_gemm_nt_masked(a, b, d, masked_m, expected_m, recipe, **options)
+    m_grouped_fp8_gemm_nt_masked(a, b, d, masked_m, expected_m, recipe, *more, **options)
 
 
 def m_grouped_gemm_fp8_fp8_bf16_nt_contiguous(lhs: Operand, rhs: Operand, out: torch.Tensor, m_indices: torch.Tensor) -> None:
@@ -152,7 +161,7 @@ def m_grouped_gemm_fp8_fp8_bf16_nt_masked(
 
 def k_grouped_fp8_gemm_nt_contiguous(
     a: Operand, b: Operand, d: torch.Tensor, ks: list[int], ks_tensor: torch.Tensor, c: torch.Tensor | None = None,
-    recipe: tuple[int, int, int] = (1, 1, 128), *, compiled_dims: str = "mn", use_psum_layout: bool = False,
+    recipe: tuple[int, int, int] = (1, 1, 128), compiled_dims: str = "mn", *, use_psum_layout: bool = False,
 ) -> None:  # fmt: skip
     """d[g] (M, N) = a[g] (M, ks[g]) · b[g] (N, ks[g])ᵀ + c[g], for each group; d and c (G, M, N).
 
@@ -170,7 +179,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
 
 def k_grouped_fp8_gemm_tn_contiguous(
     a: Operand, b: Operand, d: torch.Tensor, ks: list[int], ks_tensor: torch.Tensor, c: torch.Tensor | None = None,
-    recipe: tuple[int, int, int] = (1, 1, 128), *, compiled_dims: str = "mn", use_psum_layout: bool = False,
+    recipe: tuple[int, int, int] = (1, 1, 128), compiled_dims: str = "mn", *, use_psum_layout: bool = False,
 ) -> None:  # fmt: skip
     """As k_grouped_fp8_gemm_nt_contiguous with a (sum of ks, M) and b (sum of ks, N), as per_channel_cast_to_fp8 makes them.
 
@@ -213,6 +222,8 @@ def _k_offsets(d, ks, ks_tensor, recipe, use_psum_layout) -> torch.Tensor:
     if tuple(ks_tensor.shape) != (len(ks),) or ks_tensor.dtype != torch.int32:
         raise ValueError(f"ks_tensor is {ks_tensor.dtype} of shape {tuple(ks_tensor.shape)}; it must be int32 ({len(ks)},), "
                          "ks on the device")  # fmt: skip
+    if is_readable(ks_tensor) and ks_tensor.tolist() != list(ks):
+        raise ValueError(f"ks_tensor holds {ks_tensor.tolist()} and ks is {list(ks)}; they must be equal")
     return torch.nn.functional.pad(ks_tensor.cumsum(0), (1, 0)).int()
 
 
@@ -300,6 +311,8 @@ def _transposed(operand: Operand) -> Operand:
 
 def _recipe_of_b(recipe, recipe_a, recipe_b) -> str:
     """"128x128" or "1x128" from DeepGEMM's granularities (M, N, K), or (M, K) and (N, K)."""
+    if (recipe_a is None) != (recipe_b is None):
+        raise ValueError(f"recipe_a is {recipe_a} and recipe_b {recipe_b}; pass both, or neither")
     if recipe is None and recipe_a is not None and recipe_b is not None:
         recipe = (recipe_a[0], recipe_b[0], recipe_a[1] if recipe_a[1] == recipe_b[1] else None)
     recipe = (1, 128, 128) if recipe is None else tuple(recipe)
@@ -405,19 +418,27 @@ def transform_sf_into_required_layout(
     return get_mn_major_tma_aligned_tensor(sf) if rows_per_scale == 1 else sf
 
 
-def per_token_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool = False) -> Operand:
+def _check_granularity(gran_k: int) -> None:
+    if gran_k != BLOCK:
+        raise ValueError(f"gran_k is {gran_k}; SM90 has {BLOCK}")
+
+
+def per_token_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool = False, gran_k: int = BLOCK) -> Operand:
     """x (M, K) as e4m3 with a scale for each row and 128 of K: (M, K), (M, ceil(K/128)). use_ue8m0: powers of two."""
+    _check_granularity(gran_k)
     scaled = quantize(x, "1x128", power_of_two=use_ue8m0)
     return scaled.data, scaled.scale
 
 
-def per_channel_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool = False) -> Operand:
+def per_channel_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool = False, gran_k: int = BLOCK) -> Operand:
     """x (K, N) as e4m3 with a scale for each column and 128 of K: (K, N), (ceil(K/128), N)."""
+    _check_granularity(gran_k)
     scaled = quantize(x.t(), "1x128", power_of_two=use_ue8m0)
     return scaled.data.t().contiguous(), scaled.scale.t().contiguous()
 
 
-def per_block_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool = False) -> Operand:
+def per_block_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool = False, gran_k: int = BLOCK) -> Operand:
     """x (N, K) as e4m3 with a scale for each 128 x 128: (N, K), (ceil(N/128), ceil(K/128))."""
+    _check_granularity(gran_k)
     scaled = quantize(x, "128x128", power_of_two=use_ue8m0)
     return scaled.data, scaled.scale

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fp8_gemm.plan import with_tokens
-from fp8_gemm.problem import FP8_DTYPES, Operands, Problem, check_group_values
+from fp8_gemm.plan import OVERRIDES, check_overrides, with_tokens
+from fp8_gemm.problem import FP8_DTYPES, VALIDATE_VARIABLE, Operands, Problem, check_group_values, check_how
 from fp8_gemm.quantize import GroupedTensor, ScaledTensor, format_of, on_hopper, quantize
 from hopperlab import capability
 from hopperlab.quantize import BLOCK, scale_shape
@@ -30,7 +30,6 @@ PLANNED = ("cuda", "simulator")  # backends that follow a Plan and take override
 SMS_OF_AN_H200 = 132  # what plans on a CPU are made for
 WARMUP_ROWS = (1, 16, 64, 128, 512, 4096)  # a decoding step to a prefill
 BACKEND_VARIABLE = "FP8_GEMM_BACKEND"
-VALIDATE_VARIABLE = "FP8_GEMM_VALIDATE"  # "1": check group sizes on the GPU before every call, which waits for the device
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ def run(problem: Problem, operands: Operands, out: torch.Tensor, backend: str | 
     name = _chosen(problem, operands.a.device, backend, os.environ.get(BACKEND_VARIABLE))
     if os.environ.get(VALIDATE_VARIABLE) == "1":
         check_group_values(problem, operands.offsets, operands.ends, operands.masked_m)
-    if overrides and name not in PLANNED:
+    if overrides:
         _check_overrides(name, overrides)
     _run_function(name)(problem, operands, out, **overrides)
 
@@ -178,8 +177,13 @@ def launch_for(problem: Problem, operands: Operands, out: torch.Tensor, backend:
 
 
 def _check_overrides(backend: str, overrides: dict) -> None:
+    if backend in PLANNED:
+        return check_overrides(overrides)
     allowed = {"reference": ("exact", "batch_invariant"), "triton": ("batch_invariant",)}[backend]
     for name in overrides:
+        if name not in allowed and name not in OVERRIDES:
+            raise ValueError(f"{name} is given, which is no argument of this function and no option of backend {backend!r}; allowed there: "
+                             f"{', '.join(allowed)}")  # fmt: skip
         if name not in allowed:
             raise ValueError(f"{name} is given, but backend {backend!r} follows no plan; allowed there: {', '.join(allowed)}. "
                              f"Drop {name}, or choose backend='cuda' (Hopper) or 'simulator' (CPU)")  # fmt: skip
@@ -187,15 +191,18 @@ def _check_overrides(backend: str, overrides: dict) -> None:
 
 def explain(
     a, b=None, *, offsets=None, counts=None, indices=None, masked_m=None, k_offsets=None, bias=None,
-    accumulate: bool = False, out_dtype: torch.dtype = torch.bfloat16, recipe: tuple[str, str] = ("1x128", "128x128"),
-    interval: int | None = 128, backend: str | None = None, device: torch.device | str | None = None, **overrides,
+    accumulate: bool = False, c=None, out=None, out_dtype: torch.dtype = torch.bfloat16, layout: str = "nt",
+    recipe: tuple[str, str] = ("1x128", "128x128"), interval: int | None = 128, backend: str | None = None, grad_format: str = "e4m3",
+    device: torch.device | str | None = None, **overrides,
 ) -> Explanation:  # fmt: skip
     """What a call with these arguments would run, why not something else, and the predicted time. Nothing runs.
 
     a, b  operands as gemm, grouped_gemm (with one of offsets, counts, indices), masked_gemm (with masked_m) or k_grouped_gemm
           (with k_offsets) take them; or a alone, a Problem
 
-    device overrides that of a: explain(problem, device="cuda"). Print the result. Raises as the call would.
+    device overrides that of a: explain(problem, device="cuda"). Print the result. An FP8 out_dtype is computed in float32 and quantised
+    by another kernel: shown is the first. Raises TypeError or ValueError for operands, recipes and options that the call would refuse;
+    values and other tensors are left to the call.
     """
     if isinstance(a, Problem):
         problem, where = a, torch.device(device or "cpu")
@@ -205,8 +212,10 @@ def explain(
         kinds = [kind for kind, given in groups.items() if given] or ["dense"]
         if len(kinds) > 1:
             raise ValueError(f"group tensors of {' and '.join(kinds)} problems are given; pass those of one call")
-        problem = _problem_of(kinds[0], a, b, k_offsets, bias, accumulate, out_dtype, recipe, interval)
+        problem = _problem_of(kinds[0], a, b, k_offsets, layout, bias, accumulate or c is not None, out_dtype, recipe, interval)
+        check_how(problem.recipe_a, problem.recipe_b, out_dtype, interval, grad_format)
         where = torch.device(device or a.device)
+    problem = as_the_kernel_sees(problem)
     chosen, forced, reasons = choose(problem, where, backend)
     plan = seconds = None
     note = ""
@@ -221,17 +230,25 @@ def explain(
         sms = torch.cuda.get_device_properties(where).multi_processor_count if where.type == "cuda" else SMS_OF_AN_H200
         plan = make_plan(problem, sms, **overrides)
         seconds = plan.seconds
-    elif overrides:
+    if overrides:
         _check_overrides(chosen, overrides)
     return Explanation(problem, where, chosen, forced, reasons, plan, seconds, note)
 
 
-def _problem_of(kind, a, b, k_offsets, bias, accumulate, out_dtype, recipe, interval) -> Problem:
+def _problem_of(kind, a, b, k_offsets, layout, bias, accumulate, out_dtype, recipe, interval) -> Problem:
     """The problem of operands that may not be quantised yet: from their shapes."""
-    recipes, formats, shapes = [], [], []
-    for operand, fallback in zip((a, b), ("1x128", "1x128") if kind == "k_grouped" else recipe):
+    from fp8_gemm import grouped
+    from fp8_gemm.gemm import matrices
+
+    if kind == "dense":
+        (a, recipe_a), (b, recipe_b) = matrices(a, b, layout, recipe)
+    else:
+        pair = ("1x128", "1x128") if kind == "k_grouped" else recipe
+        a, recipe_a = (grouped.stack if kind == "masked" else grouped.matrix)("a", a, pair, 0)
+        b, recipe_b = (grouped.matrix if kind == "k_grouped" else grouped.stack)("b", b, pair, 1)
+    recipes, formats, shapes = (recipe_a, recipe_b), [], []
+    for operand in (a, b):
         scaled = isinstance(operand, (ScaledTensor, GroupedTensor))
-        recipes.append(operand.recipe if scaled else fallback)
         formats.append(operand.format.name if scaled else "e4m3")
         shapes.append(operand.data.shape if scaled else operand.shape)
     (*leading, k), (n, k_of_b) = shapes[0], shapes[1][-2:]
@@ -245,7 +262,7 @@ def _problem_of(kind, a, b, k_offsets, bias, accumulate, out_dtype, recipe, inte
 def warmup(shapes, *, device: torch.device | str | None = None, backend: str | None = None, **description) -> list[Explanation]:
     """Make ready whatever calls of these shapes compile or tune (and keep it on disk) before it matters.
 
-    shapes       (N, K): for every M, which takes one to two dozen kernels (k_grouped problems: M = 1, 16, 64, 128, 512 and 4096);
+    shapes       (N, K): for every M, which takes up to two dozen kernels (k_grouped problems: M = 1, 16, 64, 128, 512 and 4096);
                  or, for one M alone, (M, N, K) or Problems
     device       where; by default the current GPU. Without a GPU the kernels are compiled as for an H200 (132 SMs) and nothing
                  runs, so that an image can be built with a filled cache; device="cpu" runs the CPU's backend instead

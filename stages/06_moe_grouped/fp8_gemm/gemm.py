@@ -5,7 +5,7 @@ import math
 import torch
 
 from fp8_gemm import ops
-from fp8_gemm.problem import FP8_DTYPES, WIDE_DTYPES, check_c
+from fp8_gemm.problem import FP8_DTYPES, WIDE_DTYPES, check_batch_invariant, check_c, check_how, check_no_grad
 from fp8_gemm.quantize import GroupedTensor, ScaledTensor, format_of, quantize
 
 LAYOUTS = {  # (whether A is given transposed, whether B is not)
@@ -35,20 +35,19 @@ def gemm(
     grad_format  "e4m3" or "e5m2": the format of incoming gradients in the backward pass
 
     Other keywords override the plan of the CUDA kernels (block_m, num_stages, split_k, …); batch_invariant=True pins it, so
-    that a row's result does not depend on how many rows there are. Differentiable in plain a and b, in bias and in c. Autocast
+    that a row's result does not depend on how many rows there are (nor may its scale: no plain a with "tensor"). Differentiable in plain a and b, in bias and in c. Autocast
     does not touch it: out_dtype says what comes out. Any size may be 0. Raises TypeError, ValueError; RuntimeError for a
     backend that cannot.
     """
     if (isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor) and c is None and layout == "nt" and out_dtype in WIDE_DTYPES
             and not ops.traced(a, b, bias, out)):  # fmt: skip
         return ops.compute("dense", a, b, out_dtype, interval, backend, plan_overrides, out, bias=bias)  # the short way
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; allowed are {', '.join(map(repr, LAYOUTS))}: A's letter first, "
-                         "'n' as in A (M, K) and B (K, N), 't' transposed")  # fmt: skip
-    a_transposed, b_transposed = LAYOUTS[layout]
-    leading = _leading_dimensions(a, a_transposed)
-    a, recipe_a = _operand("a", a, a_transposed, layout, recipe, 0)
-    b, recipe_b = _operand("b", b, b_transposed, layout, recipe, 1)
+    given = a
+    (a, recipe_a), (b, recipe_b) = matrices(a, b, layout, recipe)
+    check_how(recipe_a, recipe_b, out_dtype, interval, grad_format)
+    if isinstance(given, torch.Tensor):
+        check_batch_invariant(recipe_a, plan_overrides)
+    leading = _leading_dimensions(given, LAYOUTS[layout][0])
     n = b.rows if isinstance(b, ScaledTensor) else b.shape[0]
     result = _flat("out", out, leading, n)
     c = result if c is out else _flat("c", c, leading, n)
@@ -67,12 +66,33 @@ def gemm(
                            options=plan_overrides)  # fmt: skip
         return (product + c).to(out_dtype).reshape(*leading, n)
     if accumulate and c is not result:
-        result = c.clone(memory_format=torch.contiguous_format) if result is None else result.copy_(c)
+        result = start_from(c, result)
     result = ops.call("gemm", *arguments, grad_format=grad_format, options=plan_overrides, out=result,
                       accumulate=accumulate if result is not None else None)  # fmt: skip
     if fp8:
         return quantize(result, "1x128", fp8)
     return out if out is not None else result.reshape(*leading, n)
+
+
+def matrices(a, b, layout: str, recipe) -> tuple[tuple, tuple]:
+    """((A (M, K), its recipe), (B (N, K), its recipe)) from operands in a layout; plain ones stay plain. Raises TypeError or ValueError."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; allowed are {', '.join(map(repr, LAYOUTS))}: A's letter first, "
+                         "'n' as in A (M, K) and B (K, N), 't' transposed")  # fmt: skip
+    a_transposed, b_transposed = LAYOUTS[layout]
+    return _operand("a", a, a_transposed, layout, recipe, 0), _operand("b", b, b_transposed, layout, recipe, 1)
+
+
+def start_from(c: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """What a product is added to, holding c's values: out, or a new tensor. Raises before anything is written."""
+    if out is None:
+        return c.clone(memory_format=torch.contiguous_format)
+    check_no_grad("out", out)
+    if torch.is_grad_enabled() and c.requires_grad:
+        raise ValueError("out is given and c requires grad, but a result written in place has no gradient: call without out, or under "
+                         "torch.no_grad()")  # fmt: skip
+    check_c(out, tuple(c.shape), c.dtype, c.device, "out")
+    return out.copy_(c.detach())
 
 
 def _leading_dimensions(a, transposed: bool) -> tuple[int, ...]:

@@ -7,7 +7,8 @@ for their launch.
 import torch
 
 from fp8_gemm import ops
-from fp8_gemm.problem import FP8_DTYPES, WIDE_DTYPES, check_c, row_groups
+from fp8_gemm.gemm import start_from
+from fp8_gemm.problem import FP8_DTYPES, WIDE_DTYPES, check_c, check_how, check_k_groups, row_groups
 from fp8_gemm.quantize import GroupedTensor, ScaledTensor, format_of, quantize, quantize_grouped
 
 
@@ -28,14 +29,16 @@ def grouped_gemm(
 
     Pass exactly one of offsets, counts and indices, on a's device. Rows of no group are not written: they keep what out
     holds, and are unspecified without out, or zero where gradients are recorded. Whatever they hold in a, NaN included,
-    reaches no other row. Values of group tensors are checked on the CPU; on a GPU by validate_groups, or for every call with
+    reaches no other row (so a plain a cannot have recipe "tensor", one scale for all). Values of group tensors are checked on the CPU; on a GPU by validate_groups, or for every call with
     FP8_GEMM_VALIDATE=1. Other arguments and errors as in gemm. Differentiable in plain a and b.
     """
     if (type(a) is ScaledTensor and type(b) is GroupedTensor and type(offsets) is torch.Tensor and counts is None and indices is None
             and out_dtype in WIDE_DTYPES and not ops.traced(a, b, offsets, out)):  # fmt: skip
         return ops.compute("contiguous", a, b, out_dtype, interval, backend, plan_overrides, out, groups=offsets)  # the short way
-    a, recipe_a = _matrix("a", a, recipe, 0)
-    b, recipe_b = _stack("b", b, recipe, 1)
+    _check_scale_of_rows(a, recipe)
+    a, recipe_a = matrix("a", a, recipe, 0)
+    b, recipe_b = stack("b", b, recipe, 1)
+    check_how(recipe_a, recipe_b, out_dtype, interval, grad_format)
     offsets, ends = row_groups(_shape(b)[0], _shape(a)[0], offsets=offsets, counts=counts, indices=indices)
     fp8 = _fp8(out_dtype, out)
     result = ops.call("grouped", a, b, offsets, ends, recipe_a, recipe_b, torch.float32 if fp8 else out_dtype, interval, backend,
@@ -60,8 +63,10 @@ def masked_gemm(
     if (type(a) is GroupedTensor and type(b) is GroupedTensor and type(masked_m) is torch.Tensor and out_dtype in WIDE_DTYPES
             and not ops.traced(a, b, masked_m, out)):  # fmt: skip
         return ops.compute("masked", a, b, out_dtype, interval, backend, plan_overrides, out, groups=masked_m)  # the short way
-    a, recipe_a = _stack("a", a, recipe, 0)
-    b, recipe_b = _stack("b", b, recipe, 1)
+    _check_scale_of_rows(a, recipe)
+    a, recipe_a = stack("a", a, recipe, 0)
+    b, recipe_b = stack("b", b, recipe, 1)
+    check_how(recipe_a, recipe_b, out_dtype, interval, grad_format)
     if not isinstance(masked_m, torch.Tensor):
         raise TypeError(f"masked_m is a {type(masked_m).__name__}; it must be an int32 tensor ({_shape(b)[0]},) on a's device")
     fp8 = _fp8(out_dtype, out)
@@ -86,12 +91,10 @@ def k_grouped_gemm(
 
     A group of size 0 gives zeros, or c. Other arguments and errors as in gemm. Differentiable in plain a and b, and in c.
     """
-    a, _ = _matrix("a", a, ("1x128", "1x128"), 0)
-    b, _ = _matrix("b", b, ("1x128", "1x128"), 1)
-    if not isinstance(offsets, torch.Tensor) or offsets.dim() != 1 or offsets.shape[0] < 2:
-        given = f"shape {tuple(offsets.shape)}" if isinstance(offsets, torch.Tensor) else type(offsets).__name__
-        raise ValueError(f"offsets is {given}; it must be an int32 tensor (groups + 1,) on the device of a, with at least one "
-                         "group")  # fmt: skip
+    a, _ = matrix("a", a, ("1x128", "1x128"), 0)
+    b, _ = matrix("b", b, ("1x128", "1x128"), 1)
+    check_k_groups(a if isinstance(a, torch.Tensor) else a.data, offsets)
+    check_how("1x128", "1x128", out_dtype, grad_format=grad_format)
     if accumulate and (out is None or c is not None):
         raise ValueError(f"accumulate is True, {'without out' if out is None else 'and c is given'}; it adds to what out "
                          "holds: pass out, or only c")  # fmt: skip
@@ -105,8 +108,15 @@ def k_grouped_gemm(
     if c is not None and out is None and ops.traced(a, b, c):
         return (ops.call("k_grouped", *arguments[:4], torch.float32, backend, **options) + c).to(out_dtype)
     if c is not None and c is not out:
-        out = c.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(c)
+        out = start_from(c, out)
     return ops.call("k_grouped", *arguments, **options, out=out, accumulate=None if out is None else accumulate or c is not None)
+
+
+def _check_scale_of_rows(a, recipe) -> None:
+    """Refuse a scale for all rows of a plain a: it would depend on those of no group."""
+    if isinstance(a, torch.Tensor) and isinstance(recipe, (tuple, list)) and recipe[:1] in (("tensor",), ["tensor"]):
+        raise ValueError("recipe[0] is 'tensor', one scale for all rows of a, those of no group as well; use '1x128' or 'row', or pass a "
+                         "quantised where every row counts: quantize(a, 'tensor')")  # fmt: skip
 
 
 def _fp8(out_dtype: torch.dtype, out: torch.Tensor | None):
@@ -122,11 +132,11 @@ def _shape(operand) -> torch.Size:
     return operand.shape if isinstance(operand, torch.Tensor) else operand.data.shape
 
 
-def _matrix(name: str, operand, recipe, index: int):
+def matrix(name: str, operand, recipe, index: int):
     return _operand(name, operand, recipe, index, ScaledTensor, 2, "(rows, K)")
 
 
-def _stack(name: str, operand, recipe, index: int):
+def stack(name: str, operand, recipe, index: int):
     return _operand(name, operand, recipe, index, GroupedTensor, 3, "(groups, rows, K)")
 
 

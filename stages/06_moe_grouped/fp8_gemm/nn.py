@@ -5,9 +5,11 @@
 
 Parameters stay in their own type (float32, bfloat16, float16): optimisers and checkpoints see nothing of FP8. Where no
 gradient of a weight is recorded (torch.no_grad, inference_mode, requires_grad_(False)), its FP8 form is kept until the weight
-changes; otherwise each call quantises it. freeze() drops the weight and keeps the FP8 form alone.
+changes or a gradient of it is recorded again; otherwise each call quantises it. freeze() drops the weight and keeps the FP8
+form alone.
 """
 
+import contextlib
 import fnmatch
 import math
 import os
@@ -16,13 +18,15 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8_gemm import ops
-from fp8_gemm.dispatch import BACKENDS, VALIDATE_VARIABLE
+from fp8_gemm.dispatch import BACKENDS
 from fp8_gemm.gemm import gemm
 from fp8_gemm.grouped import grouped_gemm, masked_gemm
-from fp8_gemm.problem import Problem
-from fp8_gemm.quantize import GroupedTensor, ScaledTensor, format_of, quantize, quantize_grouped, swiglu_quantize
+from fp8_gemm.problem import VALIDATE_VARIABLE, check_batch_invariant, check_how
+from fp8_gemm.quantize import GroupedTensor, ScaledTensor, quantize, quantize_grouped, swiglu_quantize
 
 PLAIN = {"bf16": torch.bfloat16, "fp32": torch.float32}  # precisions without FP8, and the type their products are computed in
 LAYOUTS = ("contiguous", "masked")
@@ -47,8 +51,8 @@ class Recipe:
     batch_invariant: bool = False
 
     def __post_init__(self):
-        Problem("dense", 1, 1, 1, recipe_a=self.activation, recipe_b=self.weight, interval=self.interval)  # checks these
-        format_of(self.grad_format)
+        check_how(self.activation, self.weight, interval=self.interval, grad_format=self.grad_format)
+        check_batch_invariant(self.activation, {"batch_invariant": self.batch_invariant})
         if self.backend is not None and self.backend not in BACKENDS:
             raise ValueError(f"backend is {self.backend!r}; allowed are None, {', '.join(map(repr, BACKENDS))}")
 
@@ -71,10 +75,33 @@ def check_precision(precision: "Recipe | str") -> "Recipe | str":
 def _result_dtype(x: torch.Tensor) -> torch.dtype:
     """What nn.Linear would return for x: autocast's type, else x's."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return torch.get_autocast_dtype(kind) if _has_autocast(kind) and torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _has_autocast(kind: str) -> bool:
+    return kind in ("cuda", "cpu") or torch.amp.is_autocast_available(kind)  # not for meta tensors, which fake results are made of
+
+
+def _no_autocast(x: torch.Tensor):
+    """A context in which products have the types of their operands."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if _has_autocast(kind) else contextlib.nullcontext()
 
 
 # ---------------------------------------------------------------- weights and their FP8 form
+
+# Steps of fused optimisers, by parameter: they change it without counting that in its _version.
+_fused_steps = WeakIdKeyDictionary()
+
+
+def _count_fused_steps(optimiser, arguments, keywords) -> None:
+    for group in optimiser.param_groups:
+        if group.get("fused"):
+            for parameter in group["params"]:
+                _fused_steps[parameter] = _fused_steps.get(parameter, 0) + 1
+
+
+register_optimizer_step_post_hook(_count_fused_steps)
 
 
 class Layer(torch.nn.Module):
@@ -92,15 +119,18 @@ class Layer(torch.nn.Module):
 
         Raises ValueError for anything else, and for a Recipe with other weight scales than a layer was frozen with.
         """
+        self.precision = self.checked(precision)
+
+    def checked(self, precision: Recipe | str) -> Recipe | str:
+        """The precision, if this layer can have it. Raises as set_precision."""
         precision = check_precision(precision)
-        old = getattr(self, "precision", precision)
-        if self.frozen and isinstance(precision, Recipe) and isinstance(old, Recipe) and precision.weight != old.weight:
-            raise ValueError(f"precision has weights scaled {precision.weight!r}, but this layer was frozen with {old.weight!r} "
+        if self.frozen and isinstance(precision, Recipe) and precision.weight != self._frozen_recipe:
+            raise ValueError(f"precision has weights scaled {precision.weight!r}, but this layer was frozen with {self._frozen_recipe!r} "
                              "and has no other weights: set the precision before freeze()")  # fmt: skip
-        self.precision = precision
+        return precision
 
     def refresh(self) -> None:
-        """Forget cached FP8 weights. Needed after writes that PyTorch does not count, such as weight.data.copy_(…)."""
+        """Forget cached FP8 weights. Needed after writes that PyTorch does not count, such as weight.data.copy_(…) or a CUDA graph's."""
         self._cache = None
 
     def freeze(self) -> "Layer":
@@ -127,12 +157,15 @@ class Layer(torch.nn.Module):
             return self._frozen_operand(name)
         weight = getattr(self, name)
         if ops.traced(weight) or weight.is_inference():  # inference tensors do not say when they change
+            if self._cache and not torch.compiler.is_compiling():
+                self._cache = None  # a step will follow, by an optimiser that may not say so
             return weight
-        state = (weight._version, weight.data_ptr(), recipe.weight)
+        state = (weight._version, weight.data_ptr(), _fused_steps.get(weight, 0), recipe.weight)
         cache = self._cache or {}
         kept = cache.get(name)
         if kept is None or kept[0] is not weight or kept[1] != state:
-            kept = (weight, state, _quantize_weight(weight, recipe.weight))
+            # With the weight's memory, so that no other can come to lie there (after weight.data = …).
+            kept = (weight, state, _quantize_weight(weight, recipe.weight), weight.detach())
             self._cache = {**cache, name: kept}
         return kept[2]
 
@@ -209,7 +242,7 @@ class Linear(Layer, torch.nn.Linear):
         return y[0] if x.dim() == 1 else y
 
     def _plain(self, x, dtype, out_dtype):
-        with torch.autocast(x.device.type, enabled=False):
+        with _no_autocast(x):
             bias = self.bias.to(dtype) if self.bias is not None and self.bias_in_gemm else None
             return F.linear(x.to(dtype), self.plain_weight("weight", dtype), bias).to(out_dtype)
 
@@ -297,15 +330,15 @@ class Experts(Layer):
         self.router = parameter(experts, hidden) if router else None
         self.set_precision(precision)
 
-    def set_precision(self, precision: Recipe | str) -> None:
+    def checked(self, precision: Recipe | str) -> Recipe | str:
         """As Linear's; rows of no expert must not reach a scale, so activations are scaled "1x128" or "row".
 
         Raises ValueError for a Recipe with "tensor" activations as well.
         """
-        precision = check_precision(precision)
+        precision = super().checked(precision)
         if isinstance(precision, Recipe) and precision.activation == "tensor":
             raise ValueError("activation is 'tensor', one scale for the rows of all experts; Experts take '1x128' or 'row'")
-        super().set_precision(precision)
+        return precision
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(ids (T, k) int64, weights (T, k) float32) of tokens x (T, hidden): softmax over all experts, then the top k.
@@ -315,7 +348,7 @@ class Experts(Layer):
         if self.router is None:
             raise ValueError("topk_ids is None, but this layer has no router: pass topk_ids and topk_weights, or make it with "
                              "router=True")  # fmt: skip
-        with torch.autocast(x.device.type, enabled=False):
+        with _no_autocast(x):
             weights, ids = F.linear(x.float(), self.router.float()).softmax(-1).topk(self.top_k)
         return ids, weights / weights.sum(-1, keepdim=True) if self.normalize else weights
 
@@ -406,7 +439,7 @@ class Experts(Layer):
         """As run_rows in "bf16" or "fp32", expert by expert in torch. Reads counts on the host."""
         dtype, sizes = PLAIN[check_precision(precision)], counts.tolist()
         gate_up, down = self.plain_weight("gate_up", dtype), self.plain_weight("down", dtype)
-        with torch.autocast(rows.device.type, enabled=False):
+        with _no_autocast(rows):
             parts = []
             for expert, part in enumerate(rows[: sum(sizes)].to(dtype).split(sizes)):
                 gate, value = F.linear(part, gate_up[expert]).float().chunk(2, dim=-1)
@@ -427,12 +460,16 @@ def check_ids(ids: torch.Tensor, weights: torch.Tensor, tokens: int, experts: in
     if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
         raise TypeError(f"topk_ids is {ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__}; it must be a tensor "
                         "of integers (tokens, k)")  # fmt: skip
+    if not isinstance(weights, torch.Tensor) or not weights.is_floating_point():
+        given = weights.dtype if isinstance(weights, torch.Tensor) else type(weights).__name__
+        raise TypeError(f"topk_weights is {given}; it must be a tensor of floats (tokens, k)")
     if ids.dim() != 2 or ids.shape[0] != tokens:
         raise ValueError(f"topk_ids has shape {tuple(ids.shape)}; x has {tokens} tokens: it must be ({tokens}, k)")
     if weights.shape != ids.shape:
         raise ValueError(f"topk_weights has shape {tuple(weights.shape)} and topk_ids {tuple(ids.shape)}; they must be equal")
     if torch.compiler.is_compiling() or ids.is_meta or (ids.device.type != "cpu" and os.environ.get(VALIDATE_VARIABLE) != "1"):
         return
+    ids = ids.long()  # unsigned ones know no -1
     outside = ((ids < -1) | (ids >= experts)).nonzero()
     if len(outside):
         token, j = outside[0].tolist()
@@ -471,9 +508,10 @@ def convert(model: torch.nn.Module, policy: Policy | Mapping[str, Recipe | str])
     """Make the model's nn.Linear layers, and Linear and Experts of this module, compute as the policy says. In place.
 
     Modules, parameters, hooks, ties and state dict keys stay the same objects: an nn.Linear changes its class only. Subclasses
-    of nn.Linear stay, because they may not compute through forward (as in nn.MultiheadAttention).
+    of nn.Linear stay, because they may not compute through forward (as in nn.MultiheadAttention). An nn.TransformerEncoderLayer
+    with such a layer computes by its layers from then on, without PyTorch's fused path for inference, which reads their weights.
     Returns {name: precision} of what it set; a layer under several names is listed by its first. Raises ValueError for a
-    pattern that matches no layer: then nothing is changed.
+    pattern that matches no layer, and for a precision that a layer cannot have: then nothing is changed.
     """
     policy = policy if isinstance(policy, Policy) else Policy(policy)
     layers = {name: module for name, module in model.named_modules()
@@ -485,8 +523,16 @@ def convert(model: torch.nn.Module, policy: Policy | Mapping[str, Recipe | str])
     chosen = {name: policy.precision_of(name) for name in layers}
     chosen = {name: precision for name, precision in chosen.items() if precision not in (None, "keep")}
     for name, precision in chosen.items():
+        if isinstance(layers[name], Layer):
+            layers[name].checked(precision)
+    for name, precision in chosen.items():
         layer = layers[name]
         if type(layer) is torch.nn.Linear:
             layer.__class__ = Linear
         layer.set_precision(precision)
+    for module in model.modules():  # what the fused paths ask for first
+        if isinstance(module, torch.nn.TransformerEncoderLayer) and any(isinstance(child, Layer) for child in module.children()):
+            module.activation_relu_or_gelu = 0
+        if isinstance(module, torch.nn.TransformerEncoder) and any(isinstance(child, Layer) for child in module.modules()):
+            module.use_nested_tensor = False
     return chosen

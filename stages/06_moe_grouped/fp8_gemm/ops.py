@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from fp8_gemm import dispatch
-from fp8_gemm.problem import check_no_grad, check_out, describe, layout, plain_bias
+from fp8_gemm.problem import check_bias, check_device, check_no_grad, check_out, describe, layout, plain_bias
 from fp8_gemm.quantize import GroupedTensor, ScaledTensor, pack_k_groups, quantize, quantize_grouped, quantize_k_grouped
 from hopperlab.quantize import BLOCK, RECIPES, scale_shape
 
@@ -69,7 +69,10 @@ def compute(kind, a, b, out_dtype, interval, backend, options, out, accumulate=F
         None if out is None else layout(out), None if bias is None else layout(bias), None if groups is None else layout(groups),
         None if ends is None else layout(ends), tuple(options.items()) if options else None,
     )  # fmt: skip
-    known = _calls.get(key)
+    try:
+        known = _calls.get(key)
+    except TypeError:  # an option that has no hash: it is named where options are checked
+        known = None
     if known is None or known.launch is None:
         return _compute_checked(key, kind, a, b, out_dtype, interval, backend, options, out, accumulate, bias, groups, ends)
     if out is None:
@@ -164,8 +167,13 @@ def _split(operand: torch.Tensor | ScaledTensor | GroupedTensor) -> tuple[torch.
     return (operand, None) if isinstance(operand, torch.Tensor) else (operand.data, operand.scale)
 
 
-def _empty_result(name, a, b, group_tensor, out_dtype):
-    """The result's shape and type, for tracing. Raises ValueError where K or groups cannot match."""
+def _empty_result(name, a, b, group_tensor, out_dtype, others):
+    """The result's shape and type, for tracing. Raises ValueError where devices, K or groups cannot match."""
+    for what, tensor in (("b", b), ("bias" if name == "gemm" else "masked_m" if name == "masked" else "offsets", group_tensor), *others):
+        if tensor is not None:
+            check_device(what, tensor, a.device)
+    if name == "gemm" and group_tensor is not None:
+        check_bias(group_tensor, b.shape[-2])
     if name != "k_grouped" and a.shape[-1] != b.shape[-1]:
         raise ValueError(f"b has shape {tuple(b.shape)} and a {tuple(a.shape)}; their last dimension, K, must be equal")
     if name == "k_grouped":
@@ -192,7 +200,8 @@ def _register(name: str) -> None:
 
     def fake(a, a_scale, b, b_scale, group_tensor, *rest):
         out_dtype = next(value for value in rest if isinstance(value, torch.dtype))
-        return _empty_result(name, a, b, group_tensor, out_dtype)
+        others = [("a.scale", a_scale), ("b.scale", b_scale), *(("ends", value) for value in rest if isinstance(value, torch.Tensor))]
+        return _empty_result(name, a, b, group_tensor, out_dtype, others)
 
     def compute_out(a, a_scale, b, b_scale, group_tensor, *rest):
         *how, options, out = rest

@@ -220,6 +220,8 @@ def _finish(problem: Problem, plan: Plan, num_stages: int | None = None, pairs: 
         return None
     if plan.rounds == 2 and problem.interval is not None and problem.interval > BLOCK_K:
         return None  # the rounds share one accumulator, which must be emptied after every block
+    if plan.group * -(-(problem.m if plan.swap_ab else problem.n) // plan.block_y) > LARGEST_SIZE:
+        return None  # the kernel counts their tiles in an int
     factors = plan.block_y // 2 if vector_scales(problem, plan.swap_ab) else 0
     ctas_per_sm = 2 if pairs and plan.consumers == 1 and accumulators + factors <= MAX_ACCUMULATORS_OF_TWO else 1
     slot, fixed = _shared_parts(plan, problem)
@@ -263,10 +265,25 @@ def every_size(problem: Problem) -> list[Problem]:
     return sizes
 
 
-@functools.lru_cache(maxsize=65536)
-def plan(problem: Problem, sms: int = 132, *, block_m: int | None = None, block_n: int | None = None, num_stages: int | None = None,
-         swap_ab: bool | None = None, split_k: int | None = None, num_sms: int | None = None, group_m: int | None = None,
-         batch_invariant: bool = False) -> Plan:  # fmt: skip
+OVERRIDES = ("block_m", "block_n", "num_stages", "swap_ab", "split_k", "num_sms", "group_m", "batch_invariant")
+
+
+def check_overrides(overrides: dict) -> None:
+    """Check names and types of options of :func:`plan`. Raises TypeError or ValueError."""
+    for name, value in overrides.items():
+        if name not in OVERRIDES:
+            hint = " (backend='reference' takes it)" if name == "exact" else ""
+            raise ValueError(f"{name} is given, which is no argument and no option of a plan{hint}; options are {', '.join(OVERRIDES)}")
+        if name in ("swap_ab", "batch_invariant"):
+            if not isinstance(value, bool) and (value is not None or name == "batch_invariant"):
+                raise TypeError(f"{name} is {value!r}; it must be True or False")
+        elif value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"{name} is {value!r}; it must be an integer, or None for the plan's own choice")
+        elif value is not None and not 1 <= value <= LARGEST_SIZE:
+            raise ValueError(f"{name} is {value}; allowed are 1 and more, or None for the plan's own choice")
+
+
+def plan(problem: Problem, sms: int = 132, **overrides) -> Plan:
     """The plan with the shortest predicted time for the problem's tokens rounded up to their ``bucket``; tiles and time are its own.
 
     sms              of the GPU; num_sms: use no more than these
@@ -279,20 +296,30 @@ def plan(problem: Problem, sms: int = 132, *, block_m: int | None = None, block_
     batch_invariant  the plan depends on neither M nor the number of tokens, and K is never split: a row's bits do not depend
                      on the rows it is computed with. Costs speed where M is small
 
-    Raises ValueError when no plan has the overrides given.
+    Raises ValueError when no plan has the overrides given, or for another override, and TypeError for one of another type.
     """
+    check_overrides(overrides)
+    return _planned(problem, sms, **overrides)
+
+
+@functools.lru_cache(maxsize=65536)
+def _planned(problem: Problem, sms: int = 132, *, block_m: int | None = None, block_n: int | None = None, num_stages: int | None = None,
+             swap_ab: bool | None = None, split_k: int | None = None, num_sms: int | None = None, group_m: int | None = None,
+             batch_invariant: bool = False) -> Plan:  # fmt: skip
     usable = num_sms or sms
     if not 1 <= usable <= sms:
         raise ValueError(f"num_sms is {num_sms}; this GPU has {sms}: allowed are 1 to {sms}")
     best = _best(bucketed(problem), usable, usable == sms, batch_invariant, swap_ab, block_m, block_n, split_k, num_stages, group_m)
     if best is None:
-        given = {"block_m": block_m, "block_n": block_n, "num_stages": num_stages, "swap_ab": swap_ab, "split_k": split_k}
+        given = {"block_m": block_m, "block_n": block_n, "num_stages": num_stages, "swap_ab": swap_ab, "split_k": split_k, "group_m": group_m,
+                 "batch_invariant": batch_invariant or None}  # fmt: skip
         asked = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         raise ValueError(f"no plan for {problem.kind} {problem.m} x {problem.n} x {problem.k} has {asked or 'what is asked'}. Allowed: "
                          "block_m 64, 128 or 256 and block_n a multiple of 16 up to 128 (192 beside 128 or 64; 256 where nothing is "
                          "promoted), or, swapped, block_n 64, 128 or 256 and block_m a multiple of 8 up to 128; split_k 1 to 8, dense "
                          "problems only, no more than K / 128; num_stages 2 to 8, while they fit into 227 KB, or 113 KB where two "
-                         "CTAs share an SM. Leave one of them out")  # fmt: skip
+                         "CTAs share an SM; batch_invariant has one tile, 128 x 128; group_m with all columns fewer than 2^31 tiles. "
+                         "Leave one of them out")  # fmt: skip
     return _finish(problem, best, best.num_stages, pairs=usable == sms)
 
 

@@ -5,6 +5,7 @@ a GPU tensor, so no check synchronises.
 """
 
 import functools
+import os
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ RECIPE_PAIRS = (
 )  # fmt: skip
 WIDE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+VALIDATE_VARIABLE = "FP8_GEMM_VALIDATE"  # "1": check group sizes on the GPU before every call, which waits for the device
 LARGEST_SIZE = 2**31 - 1  # TMA coordinates are 32-bit signed integers (PTX ISA, cp.async.bulk.tensor)
 
 
@@ -55,8 +57,13 @@ class Problem:
     def __post_init__(self):
         if self.kind not in KINDS:
             raise ValueError(f"kind is {self.kind!r}; allowed are {', '.join(map(repr, KINDS))}")
+        for name in ("m", "n", "k", "groups"):
+            if isinstance(getattr(self, name), (float, bool, str)):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be an integer")
         for name in ("m", "n", "k"):
             size = getattr(self, name)
+            if size < 0:
+                raise ValueError(f"{name} is {size}; allowed are 0 and more")
             if not 0 <= size <= LARGEST_SIZE:
                 raise ValueError(f"{name} is {size}; allowed are 0 to 2^31 - 1, the coordinates of a TMA copy: split the {name} "
                                  "dimension over several calls")  # fmt: skip
@@ -112,6 +119,26 @@ class Problem:
         return 2 * self.m * self.n * self.k * (self.groups if self.kind == "masked" else 1)
 
 
+def check_how(recipe_a: str, recipe_b: str, out_dtype: torch.dtype = torch.bfloat16, interval: int | None = BLOCK,
+              grad_format: str = "e4m3") -> None:  # fmt: skip
+    """Check what a call says besides its tensors, as Problem does. Raises TypeError or ValueError."""
+    if not torch.compiler.is_compiling():  # where the operators check it
+        _check_how(recipe_a, recipe_b, out_dtype, interval, grad_format)
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _check_how(recipe_a, recipe_b, out_dtype, interval, grad_format) -> None:
+    Problem("dense", 1, 1, 1, recipe_a=recipe_a, recipe_b=recipe_b, out_dtype=out_dtype, interval=interval)
+    format_of(grad_format)
+
+
+def check_batch_invariant(recipe_a: str, options: dict) -> None:
+    """Refuse what cannot be batch invariant, for an a that the call quantises. Raises ValueError."""
+    if recipe_a == "tensor" and options.get("batch_invariant"):
+        raise ValueError("batch_invariant is True, but recipe[0] is 'tensor': one scale for all rows of a depends on every one of them; "
+                         "use '1x128' or 'row'")  # fmt: skip
+
+
 @dataclass(slots=True, eq=False)
 class Operands:
     """The tensors of one problem, plain and on one device. Elements lie side by side along K; rows may have any pitch.
@@ -163,7 +190,7 @@ def describe(
     if not isinstance(a, (ScaledTensor, GroupedTensor)) or not isinstance(b, (ScaledTensor, GroupedTensor)):
         _check_operand_types(kind, a, b)
     key = (
-        kind, type(a), type(b), a.recipe, b.recipe, accumulate, out_dtype, interval, layout(a.data), layout(b.data),
+        kind, type(a), type(b), a.recipe, b.recipe, accumulate, out_dtype, type(interval), interval, layout(a.data), layout(b.data),
         layout(bias), layout(offsets), layout(ends), layout(masked_m),
     )  # fmt: skip
     problem = _described.get(key)
@@ -175,7 +202,7 @@ def describe(
     if bias is not None:
         bias = plain_bias(bias)
     operands = Operands(a.data, b.data, a.scale, b.scale, bias, offsets, ends, masked_m)
-    if problem.kind != "dense" and _is_readable(a.data):
+    if problem.kind != "dense" and is_readable(a.data):
         check_group_values(problem, offsets, ends, masked_m)
     return problem, operands
 
@@ -207,7 +234,7 @@ def _checked(kind, a, b, bias, offsets, ends, masked_m, accumulate, out_dtype, i
                          "equal: A is (M, K), B is (N, K); transpose b before quantising it")  # fmt: skip
     for name, tensor in (("b", b.data), ("bias", bias), ("offsets", offsets), ("ends", ends), ("masked_m", masked_m)):
         if tensor is not None:
-            _check_device(name, tensor, a.device)
+            check_device(name, tensor, a.device)
     groups = _count_groups(kind, a, b, offsets)
     if kind in ("contiguous", "k_grouped"):
         _check_group_tensor("offsets", offsets, groups + 1)
@@ -216,7 +243,7 @@ def _checked(kind, a, b, bias, offsets, ends, masked_m, accumulate, out_dtype, i
     if kind == "masked":
         _check_group_tensor("masked_m", masked_m, groups)
     if bias is not None:
-        _check_bias(bias, b.rows)
+        check_bias(bias, b.rows)
     return Problem(
         kind, a.rows, b.rows, a.k, groups, a.recipe, b.recipe, a.format.name, b.format.name, out_dtype,
         bias is not None, accumulate, interval,
@@ -259,12 +286,14 @@ def row_groups(
             raise TypeError(f"counts has dtype {counts.dtype}; it must be int32 or int64: pass counts.int()")
         if tuple(counts.shape) != (groups,):
             raise ValueError(f"counts has shape {tuple(counts.shape)}; b has {groups} groups: it must be ({groups},)")
-        if _is_readable(counts) and (counts < 0).any():
+        if is_readable(counts) and (counts < 0).any():
             group = int((counts < 0).nonzero()[0])
             raise ValueError(f"counts[{group}] is {int(counts[group])}; sizes are 0 or more")
+        if is_readable(counts) and int(counts.sum()) > rows:
+            raise ValueError(f"counts add up to {int(counts.sum())}; a has M = {rows}: allowed are 0 to {rows}")
         return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(), None
     _check_group_tensor("indices", indices, rows, what=f"a has {rows} rows")
-    if _is_readable(indices):
+    if is_readable(indices):
         _check_indices(indices, groups)
     # A row of no group belongs, as far as the order goes, to the group before it.
     reached = indices.cummax(0).values if rows else indices
@@ -275,7 +304,24 @@ def row_groups(
     return torch.cat([starts, starts.new_full((1,), rows)]), starts + sizes
 
 
-def _is_readable(tensor: torch.Tensor) -> bool:
+def check_k_groups(x: torch.Tensor, offsets: torch.Tensor, ends: torch.Tensor | None = None) -> None:
+    """Check groups of the columns of x (rows, K), and their values on the CPU or with FP8_GEMM_VALIDATE=1. Raises TypeError, ValueError."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x is a {type(x).__name__}; it must be a torch.Tensor")
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}; it must be (rows, K)")
+    groups = _count_groups("k_grouped", x, x, offsets)
+    check_device("offsets", offsets, x.device)
+    _check_group_tensor("offsets", offsets, groups + 1)
+    if ends is not None:
+        check_device("ends", ends, x.device)
+        _check_group_tensor("ends", ends, groups)
+    asked = os.environ.get(VALIDATE_VARIABLE) == "1" and offsets.is_cuda and not torch.compiler.is_compiling() and type(offsets) is torch.Tensor
+    if asked or is_readable(offsets):
+        _check_offsets("K", x.shape[1], offsets.tolist(), None if ends is None else ends.tolist())
+
+
+def is_readable(tensor: torch.Tensor) -> bool:
     """Whether values can be looked at without waiting for a device, and at all: not while tracing."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and type(tensor) is torch.Tensor
 
@@ -332,7 +378,7 @@ def _check_k_major(name: str, data: torch.Tensor) -> None:
                          f"pass {name}.contiguous()")  # fmt: skip
 
 
-def _check_device(name: str, tensor, device: torch.device) -> None:
+def check_device(name: str, tensor, device: torch.device) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor on {device}")
     if tensor.device != device:
@@ -352,7 +398,7 @@ def _check_group_tensor(name: str, tensor: torch.Tensor | None, length: int, wha
         raise ValueError(f"{name} has stride {tensor.stride(0)}; it must be contiguous: pass {name}.contiguous()")
 
 
-def _check_bias(bias: torch.Tensor, n: int) -> None:
+def check_bias(bias: torch.Tensor, n: int) -> None:
     if bias.dtype not in WIDE_DTYPES:
         raise TypeError(f"bias has dtype {bias.dtype}; allowed are bfloat16, float16 and float32: pass bias.float()")
     if tuple(bias.shape) != (n,):
@@ -360,19 +406,19 @@ def _check_bias(bias: torch.Tensor, n: int) -> None:
                          "pass bias.reshape(-1) or check b")  # fmt: skip
 
 
-def check_c(c, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse an addend that is not like the output it is added to."""
-    _check_device("c", c, device)
+def check_c(c, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, name: str = "c") -> None:
+    """Refuse an addend that is not like the output it is added to, or an output that is not like the addend."""
+    check_device(name, c, device)
     if c.dtype != dtype:
-        raise TypeError(f"c has dtype {c.dtype} and out_dtype is {dtype}; they must be equal: pass out_dtype={c.dtype}, or "
-                        f"c.to({dtype})")  # fmt: skip
+        raise TypeError(f"{name} has dtype {c.dtype} and out_dtype is {dtype}; they must be equal: pass out_dtype={c.dtype}, or "
+                        f"{name}.to({dtype})")  # fmt: skip
     if tuple(c.shape) != shape:
-        raise ValueError(f"c has shape {tuple(c.shape)}; a and b give {shape}: c is added element by element")
+        raise ValueError(f"{name} has shape {tuple(c.shape)}; a and b give {shape}: c is added element by element")
 
 
 def check_out(problem: Problem, operands: Operands, out: torch.Tensor, name: str = "out") -> None:
     """Refuse an output tensor that a kernel cannot write: type, shape, strides, device, memory shared with an input."""
-    _check_device(name, out, operands.a.device)
+    check_device(name, out, operands.a.device)
     check_no_grad(name, out)
     _check_out_layout(name, out.dtype, out.shape, out.stride(), problem)
     inputs = {other: (tensor.data_ptr(), bytes_spanned(tensor)) for other, tensor in operands.named()}
@@ -421,17 +467,24 @@ def check_group_values(
     problem: Problem, offsets: torch.Tensor | None, ends: torch.Tensor | None, masked_m: torch.Tensor | None
 ) -> None:
     """Check the numbers in Operands' group tensors. Reads them, so on a GPU it waits for the device. Raises ValueError."""
+    groups = problem.groups
     if problem.kind in ("contiguous", "k_grouped"):
-        _check_offsets(problem, offsets.tolist(), None if ends is None else ends.tolist())
+        _check_group_tensor("offsets", offsets, groups + 1)
+        name, limit = ("M", problem.m) if problem.kind == "contiguous" else ("K", problem.k)
+        _check_offsets(name, limit, offsets.tolist(), None if ends is None else ends.tolist())
+        for group, start in enumerate(offsets.tolist() if problem.kind == "k_grouped" else ()):
+            if start % BLOCK and start != problem.k:
+                raise ValueError(f"offsets[{group}] is {start}, no multiple of {BLOCK}, so a scale block would span two groups: "
+                                 "quantize_k_grouped(x, offsets) moves groups apart, or pass plain tensors")  # fmt: skip
     if problem.kind == "masked":
+        _check_group_tensor("masked_m", masked_m, groups)
         for group, rows in enumerate(masked_m.tolist()):
             if not 0 <= rows <= problem.m:
                 raise ValueError(f"masked_m[{group}] is {rows}; a has {problem.m} rows for each group: allowed are 0 to "
                                  f"{problem.m}, make a larger or drop rows")  # fmt: skip
 
 
-def _check_offsets(problem: Problem, offsets: list[int], ends: list[int] | None) -> None:
-    name, limit = ("M", problem.m) if problem.kind == "contiguous" else ("K", problem.k)
+def _check_offsets(name: str, limit: int, offsets: list[int], ends: list[int] | None) -> None:
     if offsets[0] < 0 or (offsets[0] != 0 and ends is None):
         raise ValueError(f"offsets[0] is {offsets[0]}; the first group starts at 0: offsets are the cumulated sizes with a 0 "
                          "in front")  # fmt: skip
@@ -443,8 +496,3 @@ def _check_offsets(problem: Problem, offsets: list[int], ends: list[int] | None)
             raise ValueError(f"ends[{group}] is {ends[group]}; group {group} lies in {start} to {stop}: allowed are these")
     if offsets[-1] > limit:
         raise ValueError(f"offsets[{len(offsets) - 1}] is {offsets[-1]}; a has {name} = {limit}: allowed are 0 to {limit}")
-    if problem.kind == "k_grouped":
-        for group, start in enumerate(offsets):
-            if start % BLOCK and start != problem.k:
-                raise ValueError(f"offsets[{group}] is {start}, no multiple of {BLOCK}, so a scale block would span two groups: "
-                                 "quantize_k_grouped(x, offsets) moves groups apart, or pass plain tensors")  # fmt: skip

@@ -153,8 +153,12 @@ def pack_k_groups(
     ends     (G,) int32: group g stops before ends[g] instead
 
     Returns the packed tensor, (rows, 128 · (K // 128 + G)), and its offsets (G + 1,) int32. Group g starts at column
-    128 · (offsets[g] // 128 + g), which leaves room for every group before it: no size is read on the host.
+    128 · (offsets[g] // 128 + g), which leaves room for every group before it: no size is read on the host. Raises TypeError or
+    ValueError, as k_grouped_gemm does.
     """
+    from fp8_gemm.problem import check_k_groups
+
+    check_k_groups(x, offsets, ends)
     groups, k = offsets.shape[0] - 1, x.shape[1]
     blocks = k // BLOCK + groups
     first = offsets[:-1].long()

@@ -25,7 +25,7 @@ SMS_OF_AN_H200 = 132  # what plans for the simulator are made for
 @functools.cache
 def kernel(constants: tuple) -> Kernel:
     """The kernel for one plan's constants. M, N and K are arguments: a new shape with the same plan compiles nothing, and all M of one
-    N and K have one to two dozen plans."""
+    N and K have up to two dozen plans."""
     macros = dict(constants)
     # Where each row of Y has a scale of its own, each FFMA has a factor of its own: there is no operand to keep.
     return Kernel(SOURCE, "gemm", macros, dense_ffma=not macros["VECTOR_Y"])

@@ -175,3 +175,13 @@ def test_grouped_at_full_size_without_a_gpu_says_what_to_do(grouped, tmp_path, m
     with pytest.raises(SystemExit, match="--small"):
         grouped.main(tmp_path / "06_moe.json")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("program", ["03_wgmma/experiment.py", "04_warp_specialized/experiment.py", "05_block_scaled/quantize_bench.py"])
+def test_what_needs_a_gpu_says_so(program, tmp_path, monkeypatch):
+    path = stage.root() / "stages" / program
+    module = stage.load_module(path, "stage_" + program.replace("/", "_").removesuffix(".py"))
+    monkeypatch.setattr(module.capability, "has_hopper", lambda: False)
+    with pytest.raises(SystemExit, match="Hopper GPU is needed for running kernels on hardware"):
+        module.main(tmp_path / "record.json")
+    assert not list(tmp_path.iterdir())

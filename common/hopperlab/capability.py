@@ -37,6 +37,12 @@ def has_hopper() -> bool:
     return hopper().ok
 
 
+def require_hopper(otherwise: str = "") -> None:
+    """End the program with a sentence where there is no Hopper GPU; otherwise: what can be done without one."""
+    if not has_hopper():
+        sys.exit(f"{hopper().sentence()} {otherwise}".rstrip())
+
+
 def machine() -> str:
     """Where CUDA kernels run here: the card's name, or "simulator"."""
     return torch.cuda.get_device_name(0).removeprefix("NVIDIA ") if has_hopper() else "simulator"

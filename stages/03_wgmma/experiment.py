@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hopperlab import bench, report, stage, telemetry
+from hopperlab import bench, capability, report, stage, telemetry
 from hopperlab.kernel import MAX_SHARED_BYTES
 
 SHAPE = (4096, 4096, 4096)
@@ -16,6 +16,7 @@ SLOTS = (2, 3, 4, 5, 6)  # with one, the block that everyone waits for would onl
 
 
 def main(path: str) -> None:
+    capability.require_hopper()
     module = stage.load(Path(__file__).resolve().parent).module
     m, n, k = SHAPE
     sets = bench.input_sets(m, n, k)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from hopperlab import bench, report, stage, telemetry
+from hopperlab import bench, capability, report, stage, telemetry
 
 WIDTHS = range(1024, 8193, 512)  # N; M = K = 4096
 CUBES = (4096, 8192)
@@ -35,6 +35,7 @@ def calls_for(shape, makers):
 
 
 def main(path: str) -> None:
+    capability.require_hopper()
     module = stage.load(Path(__file__).resolve().parent).module
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     waves, cubes = [], []

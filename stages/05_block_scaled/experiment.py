@@ -8,7 +8,6 @@ Writes 05_accuracy.json and 05_speed.json. The published records lie in docs/res
 
 import argparse
 import contextlib
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -407,8 +406,8 @@ def speed_record(lab: Lab) -> dict:
 
 
 def main(folder: Path, small: bool = False) -> None:
-    if not small and not capability.has_hopper():
-        sys.exit(f"{capability.hopper().sentence()} Without one, --small runs every experiment on tiny shapes.")
+    if not small:
+        capability.require_hopper("Without one, --small runs every experiment on tiny shapes.")
     lab = Lab(stage.load(Path(__file__).resolve().parent).module, SMALL if small else Sizes(), capability.device())
     for name, make in (("05_accuracy.json", accuracy_record), ("05_speed.json", speed_record)):
         print(report.save(make(lab), folder / name))

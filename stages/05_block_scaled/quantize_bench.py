@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from fp8_gemm.kernels import quantize as cuda
-from hopperlab import bench, quantize, report, telemetry
+from hopperlab import bench, capability, quantize, report, telemetry
 from hopperlab.stage import load_module
 
 FOLDER = Path(__file__).resolve().parent
@@ -91,6 +91,7 @@ def timed(calls: dict[str, list], tensors: list[torch.Tensor], recipe: str) -> l
 
 
 def main(path: str) -> None:
+    capability.require_hopper()
     functions, rows = kernels(), []
     with telemetry.Recorder() as recorder:
         for shape in SHAPES:

@@ -348,8 +348,8 @@ def counters_record(keep=lambda record: None) -> dict:
 
 
 def main(path: Path, small: bool = False, slow: bool = False, case: str = "") -> None:
-    if not small and not capability.has_hopper():
-        sys.exit(f"{capability.hopper().sentence()} Without one, --small runs every measurement on tiny shapes, untimed.")
+    if not small:
+        capability.require_hopper("Without one, --small runs every measurement on tiny shapes, untimed.")
     if case:
         return run_case(case)
     keep = lambda record: report.save(record, path)  # noqa: E731

@@ -15,7 +15,7 @@ extern "C" __global__ void k(u64* o) {
   BODY
 }
 """
-CONSTANTS = {"NUM_STAGES": 3, "BLOCK_N": 65}
+CONSTANTS = {"NUM_STAGES": 3, "BLOCK_N": 65, "BIG": "double"}
 STRUCTS = {
     "a b full empty":
         "struct alignas(1024) Shared { u8 a[Stages][ROWS * 128], b[Stages][BLOCK_N]; u64 full[Stages]; u64 empty[Stages]; };",
@@ -23,6 +23,10 @@ STRUCTS = {
     "a b c d e f": "struct Shared { u8 a; alignas(128) u8 b[5]; __align__(16) float c[3]; unsigned long long d[2]; bool e; float2 f; };",
     "a b c d": """/* { */ struct __align__(16) Shared { // ;
       u8 a[Wide << 1]; unsigned int b[Stages % 2 + 10 - 3 * 2]; char c[0x10u]; long long d; };""",
+    "a b c d e f g h": """typedef BIG Output; constexpr bool Odd = BLOCK_N % 2 == 1, Even = !Odd; constexpr int Row = BLOCK_N * sizeof(Output);
+      constexpr int Panel = Even ? 16 : Row % 128 == 0 ? 128 : Row % 64 == 0 ? 64 : 32, Two = (BLOCK_N - 1 & -(BLOCK_N - 1)) < 128 ? 5 : 6;
+      struct Shared { u8 a[Stages > 2 ? 16 : 8]; u8 b[sizeof(u64)]; Output c[3]; u8 d[Panel]; float4 e[Odd && Stages > 1 ? (Stages - 1) * 4 / 2 : 1];
+      u8 f[(Odd ? Two : 1) * 3]; u8 g[Even || Stages != 3 ? 7 : (2 + 3) / 4 * 4]; u64 h; };""",
 }  # fmt: skip
 
 
@@ -54,8 +58,14 @@ PLAIN = "struct Shared { u8 a[Stages][128]; u64 full[Stages]; };"
     dict(head=HEAD + "typedef u64 u8;\n"),
     dict(struct="struct Shared { Tile a[Stages]; u64 full[Stages]; };"),
     dict(struct="struct Shared { union { u8 a[4]; u64 b; }; u64 full[Stages]; };"),
-    dict(struct="struct Shared { u8 a[Stages > 2 ? 16 : 8]; u64 full[Stages]; };"),
-    dict(struct="struct Shared { u8 a[sizeof(u64)]; u64 full[Stages]; };"),
+    dict(struct="struct Shared { u8 a[Stages & 1 == 1]; u64 full[Stages]; };"),  # == binds closer in C
+    dict(struct="struct Shared { u8 a[sizeof(Tile)]; u64 full[Stages]; };"),
+    dict(struct="struct Shared { u8 a[(int)Stages]; u64 full[Stages]; };"),
+    dict(struct="struct Shared { u8 a[largest(Stages, 4)]; u64 full[Stages]; };"),
+    dict(struct="struct Shared { u8 a[-7 / 2 + 9]; u64 full[Stages]; };"),
+    dict(struct="struct Shared { u8 a[!Stages == 0 ? 8 : 4]; u64 full[Stages]; };"),
+    dict(struct="struct Shared { u8 a[1 < Stages < 3 ? 8 : 4]; u64 full[Stages]; };"),
+    dict(struct="struct Shared { u8 a[Stages > 2 ? 16]; u64 full[Stages]; };"),
     dict(struct="struct Shared { u8* a; u64 full[Stages]; };"),
     dict(struct="struct Shared { u32 a : 3; u64 full[Stages]; };"),
     dict(struct="struct Base { u8 x; }; struct Shared : Base { u64 full[Stages]; };"),

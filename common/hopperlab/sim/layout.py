@@ -12,17 +12,19 @@ import re
 from dataclasses import dataclass
 
 _SIZES = {
-    1: "u8 s8 char bool", 2: "u16 s16 short", 4: "u32 s32 int unsigned float f32", 8: "u64 s64 double f64 float2 int2 uint2",
+    1: "u8 s8 char bool", 2: "u16 s16 short bf16 fp16", 4: "u32 s32 int unsigned float f32", 8: "u64 s64 double f64 float2 int2 uint2",
     16: "float4 int4 uint4",
 }  # fmt: skip
 _SIZE_OF = {name: size for size, names in _SIZES.items() for name in names.split()}
 _SIZE_OF |= {"unsigned char": 1, "unsigned short": 2, "unsigned int": 4, "long long": 8, "unsigned long long": 8}
 _OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv, ast.Mod: operator.mod,
-    ast.LShift: operator.lshift, ast.RShift: operator.rshift,
+    ast.LShift: operator.lshift, ast.RShift: operator.rshift, ast.BitAnd: operator.and_,
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
 }  # fmt: skip
+_FOR_NATURALS = (ast.Div, ast.Mod, ast.LShift, ast.RShift, ast.BitAnd)  # of negative numbers C and Python make different things
 _ALIGNED = r"(?:alignas|__align__)\s*\([^()]*\)\s*"
-_MEMBER = re.compile(rf"(?P<align>{_ALIGNED})?(?P<type>[a-z]\w*(?: \w+)*) (?P<names>[A-Za-z_]\w*\b.*)")
+_MEMBER = re.compile(rf"(?P<align>{_ALIGNED})?(?P<type>[A-Za-z]\w*(?: \w+)*) (?P<names>[A-Za-z_]\w*\b.*)")
 
 
 class _Unclear(Exception):
@@ -71,7 +73,8 @@ def shared_members(source: str, entry: str, symbol: str, constants: dict | None)
         if {symbol, struct} & macros.keys():
             raise _Unclear
         before, body = _split_at_struct(text, struct)
-        return _members(body, _Values(macros, before), _types(before, macros))
+        sizes = _types(before, macros)
+        return _members(body, _Values(macros, before, sizes), sizes)
     except _Unclear:
         return []
 
@@ -135,13 +138,18 @@ def _types(before, macros) -> dict[str, int]:
     """Sizes of the known types that the source does not define itself."""
     own = {*re.findall(r"\btypedef\b[^;]*?(\w+)\s*;|\b(?:using|struct|class|enum)\s+(\w+)", before)}
     own = {name for pair in own for name in pair} | macros.keys()
-    return {name: size for name, size in _SIZE_OF.items() if own.isdisjoint(name.split())}
+    sizes = {name: size for name, size in _SIZE_OF.items() if own.isdisjoint(name.split())}
+    for known, name in re.findall(r"\btypedef (\w+) (\w+)\s*;", before):
+        if len(re.findall(rf"\btypedef [^;]*\b{name}\s*;", before)) == 1 and name not in _SIZE_OF and (size := sizes.get(macros.get(known, known))):
+            sizes[name] = size
+    return sizes
 
 
 class _Values:
     """Constant expressions over macros and the constexpr integers that are defined once, before the struct."""
 
-    def __init__(self, macros, before):
+    def __init__(self, macros, before, sizes):
+        self.sizes = sizes
         # A macro is text: `A + B` would mean something else next to a product. Those of one token are safe.
         self.numbers = {}
         for name, text in macros.items():
@@ -149,7 +157,7 @@ class _Values:
                 with contextlib.suppress(_Unclear):
                     self.numbers[name] = self(text)
         seen = set(macros)
-        for declared in re.findall(r"\bconstexpr (?:int|unsigned|unsigned int|u32|long long|size_t) ([^;]*);", before):
+        for declared in re.findall(r"\bconstexpr (?:int|unsigned|unsigned int|u32|long long|size_t|bool) ([^;]*);", before):
             for part in declared.split(","):
                 name, equals, value = part.partition("=")
                 if not equals or name.strip() in seen:
@@ -160,25 +168,69 @@ class _Values:
         self.names = seen
 
     def __call__(self, text: str) -> int:
-        text = re.sub(r"\b(0[xX][\da-fA-F]+|\d+)[uUlL]+\b", r"\1", text.strip())
-        try:
-            value = self._value(ast.parse(text, mode="eval").body)
-        except (SyntaxError, ZeroDivisionError):
-            raise _Unclear from None
+        value = self._number(text)
+        if value < 0:
+            raise _Unclear
         return value
 
+    def _number(self, text: str) -> int:
+        text = re.sub(r"\b(0[xX][\da-fA-F]+|\d+)[uUlL]+\b", r"\1", text.strip())
+        text = re.sub(r"\bsizeof\s*\(([\w ]+)\)", lambda found: str(self.sizes.get(found[1].strip(), "unknown")), text)
+        condition, question, rest = _at_top(text, "?")
+        if question:
+            first, colon, second = _at_top(rest, ":")
+            if not colon:
+                raise _Unclear
+            return self._number(first if self._number(condition) else second)
+        while (found := re.search(r"\(([^()]*)\)", text)) or "(" in text:  # from the inside, since C and Python bind differently
+            if not found or re.search(r"[\w)]\s*$", text[: found.start()]):  # a call, a cast before it
+                raise _Unclear
+            text = f"{text[: found.start()]} {self._number(found[1])} {text[found.end() :]}"
+        if re.search(r"(?<!&)&(?!&)", text) and re.search(r"[<>=!|]|&&", text):
+            raise _Unclear
+        text = re.sub(r"!(?!=)", " not ", text.replace("&&", " and ").replace("||", " or "))
+        try:
+            return self._value(ast.parse(text.strip(), mode="eval").body)
+        except (SyntaxError, ZeroDivisionError):
+            raise _Unclear from None
+
     def _value(self, node) -> int:
-        if isinstance(node, ast.Constant) and type(node.value) is int:
+        kind = type(node)
+        if kind is ast.Constant and type(node.value) is int:
             value = node.value
-        elif isinstance(node, ast.Name) and node.id in self.numbers:
+        elif kind is ast.Name and node.id in self.numbers:
             value = self.numbers[node.id]
-        elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            value = _OPERATORS[type(node.op)](self._value(node.left), self._value(node.right))
+        elif kind is ast.UnaryOp and type(node.op) is ast.USub:
+            value = -self._value(node.operand)
+        elif kind is ast.UnaryOp and type(node.op) is ast.Not and type(node.operand) in (ast.Name, ast.Constant):  # else C binds it closer
+            value = int(not self._value(node.operand))
+        elif kind is ast.BoolOp:
+            values = [bool(self._value(each)) for each in node.values]
+            value = int(all(values) if type(node.op) is ast.And else any(values))
+        elif kind is ast.Compare and len(node.ops) == 1:
+            value = int(_OPERATORS[type(node.ops[0])](self._value(node.left), self._value(node.comparators[0])))
+        elif kind is ast.BinOp and type(node.op) in _OPERATORS:
+            left, right = self._value(node.left), self._value(node.right)
+            if type(node.op) in _FOR_NATURALS and min(left, right) < 0 and not (type(node.op) is ast.BitAnd and left == -right):
+                raise _Unclear
+            value = _OPERATORS[type(node.op)](left, right)
         else:
             raise _Unclear
-        if not 0 <= value < 1 << 31:  # beyond, C and Python differ
+        if not -(1 << 31) < value < 1 << 31:  # beyond, C and Python differ
             raise _Unclear
         return value
+
+
+def _at_top(text: str, mark: str) -> tuple[str, str, str]:
+    """text before, at and after the first mark outside of parentheses, and, of a ':', of another '?' … ':'."""
+    depth = questions = 0
+    for at, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0 and letter == mark and questions == 0:
+            return text[:at], mark, text[at + 1 :]
+        if depth == 0 and mark == ":":
+            questions += (letter == "?") - (letter == ":")
+    return text, "", ""
 
 
 def _members(body, value, sizes) -> list[Member]:

@@ -73,7 +73,7 @@ class Trace:
         barrier.completed_at = barrier.latest
         start = self._phase_start.get(id(barrier), 0)
         self.spans.append(
-            Span(block, f"barrier {barrier.label}", "phase", f"phase {barrier.phase - 1}", start, barrier.completed_at)
+            Span(block, "barrier " + barrier.label.removeprefix("the mbarrier "), "phase", f"phase {barrier.phase - 1}", start, barrier.completed_at)
         )
         self._phase_start[id(barrier)] = barrier.completed_at
 
@@ -177,7 +177,7 @@ def draw(spans: list[Span], *, block=None, tracks=None, until: int | None = None
     axes.set_xlabel("logical steps: order, not time")
     if until is not None:
         axes.set_xlim(0, until)
-    kinds = [k for k in _COLORS if any(s.kind == k for s in chosen)]
+    kinds = [k for k in _COLORS if any(s.kind == k and s.track in names for s in chosen)]
     axes.legend(
         handles=[Patch(color=_COLORS[k], label=k) for k in kinds],
         ncol=len(kinds),

@@ -520,6 +520,17 @@ def test_a_compiled_layer_sees_its_weight_change():
         assert torch.equal(compiled(x), 2 * first)
 
 
+def test_a_compiled_layer_is_not_compiled_again_after_an_eager_call():
+    from torch._dynamo.testing import CompileCounter
+
+    layer, x, counter = linear(), random(5, 260), CompileCounter()
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    with torch.no_grad():
+        compiled(x), layer(x), compiled(x)  # the second one fills the cache
+    assert counter.frame_count == 1
+
+
 @pytest.mark.parametrize("make", [linear, experts])
 @pytest.mark.parametrize("precision", ["fp8", "bf16", "fp32"])
 def test_autocast_gives_its_type(make, precision):

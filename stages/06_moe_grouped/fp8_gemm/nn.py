@@ -157,7 +157,7 @@ class Layer(torch.nn.Module):
             return self._frozen_operand(name)
         weight = getattr(self, name)
         if ops.traced(weight) or weight.is_inference():  # inference tensors do not say when they change
-            if self._cache and not torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling() and self._cache:  # in this order, or a compiled layer would depend on the cache
                 self._cache = None  # a step will follow, by an optimiser that may not say so
             return weight
         state = (weight._version, weight.data_ptr(), _fused_steps.get(weight, 0), recipe.weight)

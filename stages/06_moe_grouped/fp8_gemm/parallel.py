@@ -246,13 +246,14 @@ def pack(scaled: ScaledTensor) -> torch.Tensor:
 
     scaled  (rows, K), scaled "1x128" (ceil(K / 128) scales per row) or "row" (one)
     """
-    scale = scaled.scale[:, None] if scaled.recipe == "row" else scaled.scale.contiguous()
+    scale = scaled.scale[:, None] if scaled.recipe == "row" else scaled.scale
+    scale = scale.clone(memory_format=torch.contiguous_format)  # contiguous() leaves the strides of one column, M-major, as they are
     return torch.cat([scaled.data.view(torch.uint8), scale.view(torch.uint8)], dim=1)
 
 
 def unpack(packed: torch.Tensor, k: int, recipe: str, dtype: torch.dtype) -> ScaledTensor:
     """Undo pack, (rows, bytes) to a ScaledTensor (rows, k): K and the FP8 type are not in the message."""
-    data, scale = packed[:, :k].contiguous().view(dtype), packed[:, k:].contiguous().view(torch.float32)
+    data, scale = packed[:, :k].contiguous().view(dtype), packed[:, k:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return ScaledTensor(data, scale.flatten() if recipe == "row" else scale, recipe)
 
 

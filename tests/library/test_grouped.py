@@ -263,6 +263,7 @@ def test_refusals_name_the_argument_and_the_fix(call, error, words):
 @pytest.mark.parametrize("arguments, words", [
     ({"offsets": ints(0, 3, 2, 4)}, ["offsets[2] is 2", "decrease"]),
     ({"counts": ints(1, 1, 9)}, ["counts add up to 11", "M = 4"]),
+    ({"offsets": ints(0, 4)}, ["offsets has shape (2,)", "3 groups", "(4,)"]),
     ({"indices": ints(0, 1, 0, 2)}, ["indices[2] is 0 after 1", "sorted"]),
     ({"indices": ints(0, 1, 1, 7)}, ["indices[3] is 7", "0 to 2"]),
     ({}, ["exactly one"]),
@@ -277,6 +278,8 @@ def test_validate_masked_and_k_groups():
     validate_groups(STACK, E, masked_m=ints(0, 4, 1))
     with refused(ValueError, "masked_m[2] is 5"):
         validate_groups(STACK, E, masked_m=ints(0, 4, 5))
+    with refused(ValueError, "masked_m has shape (2,)", "(3,)"):
+        validate_groups(STACK, E, masked_m=ints(0, 4))
     validate_groups(X, X, k_offsets=K_OFFSETS)
     with refused(ValueError, "offsets[1] is 130", "multiple of 128"):
         validate_groups(X, X, k_offsets=ints(0, 130, 256))

@@ -64,7 +64,7 @@ class Problem:
             size = getattr(self, name)
             if size < 0:
                 raise ValueError(f"{name} is {size}; allowed are 0 and more")
-            if not 0 <= size <= LARGEST_SIZE:
+            if size > LARGEST_SIZE:
                 raise ValueError(f"{name} is {size}; allowed are 0 to 2^31 - 1, the coordinates of a TMA copy: split the {name} "
                                  "dimension over several calls")  # fmt: skip
         if self.groups < 1 or (self.kind == "dense" and self.groups != 1):
@@ -237,11 +237,11 @@ def _checked(kind, a, b, bias, offsets, ends, masked_m, accumulate, out_dtype, i
             check_device(name, tensor, a.device)
     groups = _count_groups(kind, a, b, offsets)
     if kind in ("contiguous", "k_grouped"):
-        _check_group_tensor("offsets", offsets, groups + 1)
+        check_group_tensor("offsets", offsets, groups + 1)
         if ends is not None:
-            _check_group_tensor("ends", ends, groups)
+            check_group_tensor("ends", ends, groups)
     if kind == "masked":
-        _check_group_tensor("masked_m", masked_m, groups)
+        check_group_tensor("masked_m", masked_m, groups)
     if bias is not None:
         check_bias(bias, b.rows)
     return Problem(
@@ -292,7 +292,7 @@ def row_groups(
         if is_readable(counts) and int(counts.sum()) > rows:
             raise ValueError(f"counts add up to {int(counts.sum())}; a has M = {rows}: allowed are 0 to {rows}")
         return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(), None
-    _check_group_tensor("indices", indices, rows, what=f"a has {rows} rows")
+    check_group_tensor("indices", indices, rows, what=f"a has {rows} rows")
     if is_readable(indices):
         _check_indices(indices, groups)
     # A row of no group belongs, as far as the order goes, to the group before it.
@@ -312,10 +312,10 @@ def check_k_groups(x: torch.Tensor, offsets: torch.Tensor, ends: torch.Tensor | 
         raise ValueError(f"x has shape {tuple(x.shape)}; it must be (rows, K)")
     groups = _count_groups("k_grouped", x, x, offsets)
     check_device("offsets", offsets, x.device)
-    _check_group_tensor("offsets", offsets, groups + 1)
+    check_group_tensor("offsets", offsets, groups + 1)
     if ends is not None:
         check_device("ends", ends, x.device)
-        _check_group_tensor("ends", ends, groups)
+        check_group_tensor("ends", ends, groups)
     asked = os.environ.get(VALIDATE_VARIABLE) == "1" and offsets.is_cuda and not torch.compiler.is_compiling() and type(offsets) is torch.Tensor
     if asked or is_readable(offsets):
         _check_offsets("K", x.shape[1], offsets.tolist(), None if ends is None else ends.tolist())
@@ -386,7 +386,7 @@ def check_device(name: str, tensor, device: torch.device) -> None:
                          f"{name}.to('{device}')")  # fmt: skip
 
 
-def _check_group_tensor(name: str, tensor: torch.Tensor | None, length: int, what: str = "") -> None:
+def check_group_tensor(name: str, tensor: torch.Tensor | None, length: int, what: str = "") -> None:
     if tensor is None:
         raise ValueError(f"{name} is None; it must be an int32 tensor ({length},) that tells the groups apart")
     if tensor.dtype != torch.int32:
@@ -467,9 +467,7 @@ def check_group_values(
     problem: Problem, offsets: torch.Tensor | None, ends: torch.Tensor | None, masked_m: torch.Tensor | None
 ) -> None:
     """Check the numbers in Operands' group tensors. Reads them, so on a GPU it waits for the device. Raises ValueError."""
-    groups = problem.groups
     if problem.kind in ("contiguous", "k_grouped"):
-        _check_group_tensor("offsets", offsets, groups + 1)
         name, limit = ("M", problem.m) if problem.kind == "contiguous" else ("K", problem.k)
         _check_offsets(name, limit, offsets.tolist(), None if ends is None else ends.tolist())
         for group, start in enumerate(offsets.tolist() if problem.kind == "k_grouped" else ()):
@@ -477,7 +475,6 @@ def check_group_values(
                 raise ValueError(f"offsets[{group}] is {start}, no multiple of {BLOCK}, so a scale block would span two groups: "
                                  "quantize_k_grouped(x, offsets) moves groups apart, or pass plain tensors")  # fmt: skip
     if problem.kind == "masked":
-        _check_group_tensor("masked_m", masked_m, groups)
         for group, rows in enumerate(masked_m.tolist()):
             if not 0 <= rows <= problem.m:
                 raise ValueError(f"masked_m[{group}] is {rows}; a has {problem.m} rows for each group: allowed are 0 to "

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8_gemm.problem import Problem, check_group_values, row_groups
+from fp8_gemm.problem import Problem, check_group_tensor, check_group_values, row_groups
 from fp8_gemm.quantize import GroupedTensor, ScaledTensor
 
 TILE_ROWS = 64  # rows of the smallest tile whose tensor-core instructions are full: wgmma's M
@@ -131,6 +131,7 @@ def validate_groups(
     ends = None
     if masked_m is not None:
         problem = Problem("masked", shape_a[1], shape_b[1], shape_a[2], shape_b[0])
+        check_group_tensor("masked_m", masked_m, problem.groups)
     elif k_offsets is not None:
         problem = Problem("k_grouped", shape_a[0], shape_b[0], shape_a[1], k_offsets.shape[0] - 1, "1x128", "1x128")
         offsets = k_offsets
@@ -138,4 +139,5 @@ def validate_groups(
         problem = Problem("contiguous", shape_a[0], shape_b[1], shape_a[1], shape_b[0])
         on_host = [None if tensor is None else tensor.cpu() for tensor in (offsets, counts, indices)]
         offsets, ends = row_groups(problem.groups, problem.m, **dict(zip(("offsets", "counts", "indices"), on_host)))
+        check_group_tensor("offsets", offsets, problem.groups + 1)
     check_group_values(problem, offsets, ends, masked_m)

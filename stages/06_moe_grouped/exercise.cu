@@ -31,6 +31,7 @@ constexpr int GroupX = GROUP_X;            // rows of tiles that are worked on t
 constexpr int Splits = SPLITS;             // parts that K is cut into, one for each CTA of a cluster; added up in order
 constexpr int Interval = INTERVAL;         // blocks of k between promotions; 0: never, one accumulator over all of k
 constexpr bool VectorY = VECTOR_Y;         // every row of Y has its own scale; else every 128 of them share one
+constexpr bool Halves = HALVES;            // two rounds are stored in halves, see Late
 constexpr bool Turns = TURNS;              // last rows in tiles on their side, see below: 2 rounds of promoted sums only
 constexpr bool StoreByTma = STORE_BY_TMA;  // D's rows are multiples of 16 bytes, and X is A
 constexpr bool Accumulate = ACCUMULATE;    // add to what D holds
@@ -48,6 +49,8 @@ constexpr int WarpsForX = BlockX > 128 ? 2 : 1;  // that copy scales of X, at mo
 constexpr int RowBytes = BlockY * sizeof(Output);
 constexpr int PanelBytes = !StoreByTma ? 16 : RowBytes % 128 == 0 ? 128 : RowBytes % 64 == 0 ? 64 : 32;
 constexpr int PanelColumns = PanelBytes / sizeof(Output);
+// Columns of a round that are stored together: where in halves, about half of them, in whole panels.
+constexpr int StoredY = !Halves ? BlockY : StoreByTma ? (BlockY / PanelColumns + 1) / 2 * PanelColumns : BlockY / 16 * 8;
 // Columns in a row that surely share a scale of Y, and blocks of scales that a tile can touch.
 constexpr int Chunk = VectorY ? 8 : (BlockY & -BlockY) < 128 ? BlockY & -BlockY : 128;
 constexpr int ScaleBlocks = VectorY ? 1 : (128 - Chunk + BlockY - 1) / 128 + 1;
@@ -61,6 +64,7 @@ constexpr bool Late = Interval > 0 && Splits == 1;
 
 // Where one round holds the last rows of X, a tile lies on its side: both rounds multiply the same RoundRows rows of X, the second
 // by the next BlockY rows of Y. A slot has room for that: where an upright tile has its second round of X, it has one more of Y.
+static_assert(!Halves || (Rounds == 2 && Late));
 static_assert(!Turns || (Rounds == 2 && BlockY == RoundRows && Late && !Swapped && !VectorY && Problem != KGrouped));
 
 // Where a slot's operands lie, and whether their places are kept as whole descriptors or as lower halves (the upper ones are all the same).
@@ -244,13 +248,14 @@ struct Destination {
   }
 };
 
-// A warp stores 16 rows of the tile from row x on and column y on. total: what a wgmma leaves in a thread's registers; inlined, it stays there.
+// A warp stores 16 rows of the tile from row x on, columns y + from to y + until. total: what a wgmma leaves in a thread's registers;
+// inlined, it stays there.
 __device__ __forceinline__ void store_rows(const float (&total)[BlockY / 2], const TensorMap& map_d, const Destination& to, u8* panel,
-                                           const Tile& tile, int x, int y) {
+                                           const Tile& tile, int x, int y, int from, int until) {
   const int lane = threadIdx.x % 32;
   if constexpr (StoreByTma) {
 #pragma unroll                                                           // total must be indexed by constants to stay in registers
-    for (int first = 0; first < BlockY; first += PanelColumns) {
+    for (int first = from; first < until; first += PanelColumns) {
       if (lane == 0) tma_store_wait_read<0>();                         // the panel's last store has read it
       __syncwarp();
       // Byte b of row r lies at r * PanelBytes + b, its 16-byte chunk xored with the row as the map's swizzle has it.
@@ -308,7 +313,7 @@ __device__ __forceinline__ void store_rows(const float (&total)[BlockY / 2], con
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < BlockY / 2; ++i)
+    for (int i = from / 2; i < until / 2; ++i)
       to.store_one(tile, x + lane / 4 + i / 2 % 2 * 8, y + i / 4 * 8 + lane % 4 * 2 + i % 2, total[i]);
   }
 }
@@ -349,10 +354,12 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
     registers_decrease<ProducerRegisters>();
     if (warp == 0) {
       // ---- tiles: one thread fills the ring ---------------------------------------------------------------------------
-      // X's rows are read again for the next column of tiles, Y's not before the next GroupX rows. Swapped, there is one column
-      // of tiles, and each of them reads Y again.
+      // X's rows are read again for the next column of tiles, Y's not before the next GroupX rows: L2 keeps them where it can keep all
+      // of a group's. Swapped, there is one column of tiles, and each of them reads Y again.
       const bool fits = (long long)(Swapped ? BlockY : GroupX * BlockX) * problem.k <= KeptBytes;
-      const u64 again = fits ? L2EvictLast : L2EvictNormal, policy_x = Swapped ? L2EvictFirst : again, policy_y = Swapped ? again : L2EvictFirst;
+      const bool fits_y = Swapped ? fits : (long long)problem.y_rows * problem.k <= KeptBytes;
+      const u64 policy_x = Swapped ? L2EvictFirst : fits ? L2EvictLast : L2EvictNormal;
+      const u64 policy_y = fits_y ? L2EvictLast : Swapped ? L2EvictNormal : L2EvictFirst;
       Ring ring;
       Tile tile;
       Scheduler scheduler{problem};
@@ -400,13 +407,16 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
 #pragma unroll
         for (int i = 0; i < BlockY / 2; ++i) total[round][i] = 0.0f;
     };
-    auto store = [&](int round, const Tile& there) {
+    auto store = [&](int round, const Tile& there, int from = 0, int until = BlockY) {
       const int x = there.x_of(round) + consumer * 64 + warp * 16;
-      store_rows(total[round], map_d, to, shared.out[consumer * 4 + warp], there, x, there.y_of(round));
+      store_rows(total[round], map_d, to, shared.out[consumer * 4 + warp], there, x, there.y_of(round), from, until);
     };
-    // Late: a tile's last round is stored under the next tile's first wgmma, and a first of two under the tile's last one.
-    bool waits = false;                                                // the last round of `before`
+    // Late: a tile's last round is stored under the next tile's first wgmma, and a first of two under the tile's last one. In halves: one
+    // under the tile's last wgmma, two under the next tile's first, one under its second. A warp has room for one panel; so TMA mostly
+    // has read it when the next comes.
+    bool waits = false;                                                // the last round of `before`, or its last three halves
     auto store_late = [&]() {
+      if (waits && Halves) store(0, before, StoredY, BlockY);
       if (waits) store(Rounds - 1, before);
       waits = false;
     };
@@ -504,12 +514,18 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
                 wgmma_hold(factors);
               }
               if (part == 0 && round == 0) {                           // and, once for each tile, the last one's outputs and the next tile
-                if (Late) store_late();
+                if (Late && !Halves) store_late();
+                if (Halves && waits) store(0, before, StoredY, BlockY);
                 more = scheduler.next(following);
+                if (Halves && waits) store(1, before, 0, StoredY);
               }
               if (round + 1 == Rounds) {
                 advance();
-                if (Late && round > 0 && ends) store(0, tile);
+                if (Halves && part == 0) {
+                  if (waits) store(1, before, StoredY, BlockY);
+                  waits = false;
+                }
+                if (Late && round > 0 && ends) store(0, tile, 0, StoredY);
                 if (!ends) mbarrier_wait(&shared.full[ring.slot], ring.phase);
               }
               wgmma_wait<0>();
@@ -526,7 +542,7 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
       } else {
         if (Late) store_late();
         clear();
-        if (Late && Rounds > 1) store(0, tile);
+        if (Late && Rounds > 1) store(0, tile, 0, StoredY);
       }
       if (Interval == 0 || (Problem == KGrouped && tile.k_block >= tile.k_end)) more = scheduler.next(following);
 

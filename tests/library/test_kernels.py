@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from fp8_gemm import kernels
-from fp8_gemm.plan import plan
+from fp8_gemm.plan import SHORT_K, plan
 from fp8_gemm.problem import Operands, Problem
 from hopperlab import capability, check, reference, sass
 from hopperlab.quantize import ScaledTensor, scale_to_m_major
@@ -227,6 +227,7 @@ def test_a_cta_with_many_tiles_stores_each_under_the_next():
     """Outputs wait for the next tile's first wgmma: here each CTA has several tiles, of one block of K or more, at edges and across groups."""
     few = dict(split_k=1, num_sms=2)
     dense(520, 130, 200, **WIDE, **few)
+    dense(300, 130, SHORT_K + 1, **WIDE, split_k=1, num_sms=1)           # whole rounds at once, not halves
     dense(300, 130, 100, dtype=FP32, bias=True, **WIDE, **few)
     dense(200, 130, 200, recipes=GRADIENT, dtype=FP32, accumulate=True, block_m=128, block_n=64, swap_ab=False, **few)
     dense(130, 72, 400, recipes=("row", "row"), interval=256, block_m=64, block_n=64, swap_ab=False, **few)
@@ -274,6 +275,7 @@ def test_kernels_compile_without_spills_or_injected_waits():
     for kind, recipes, interval, dtype, overrides in (
         ("dense", BLOCKS, 128, BF16, dict(block_m=256, block_n=128, swap_ab=False, split_k=1)),
         ("dense", BLOCKS, 128, FP32, dict(block_m=256, block_n=112, swap_ab=False, split_k=1)),
+        ("dense", BLOCKS, 128, BF16, dict(block_m=256, block_n=128, swap_ab=False, split_k=1, k=2 * SHORT_K)),
         ("dense", BLOCKS, 128, BF16, dict(block_m=32, block_n=256, swap_ab=True, split_k=1)),
         ("dense", BLOCKS, 128, BF16, dict(block_m=128, block_n=192, swap_ab=False, split_k=1)),
         ("dense", BLOCKS, 128, BF16, dict(block_m=128, block_n=96, swap_ab=False, split_k=2)),
@@ -285,7 +287,8 @@ def test_kernels_compile_without_spills_or_injected_waits():
         ("masked", BLOCKS, 128, BF16, dict(block_m=16, block_n=128, swap_ab=True)),
         ("k_grouped", GRADIENT, 128, FP32, dict(block_m=256, block_n=128, swap_ab=False)),
     ):
-        problem = Problem(kind, 512, 512, 1024, 1 if kind == "dense" else 4, *recipes, out_dtype=dtype, interval=interval)
+        k = overrides.pop("k", 1024)
+        problem = Problem(kind, 512, 512, k, 1 if kind == "dense" else 4, *recipes, out_dtype=dtype, interval=interval)
         made = kernels.kernel(tuple(kernels.constants_of(problem, plan(problem, 132, **overrides)).items()))
         assert made.compiled.problems == [], (kind, overrides)
 
@@ -295,10 +298,12 @@ QGMMA, R2UR = 0x9F3, 0x2CA  # opcodes: wgmma for FP8; a register's value to a un
 
 @pytest.mark.parametrize("problem, overrides", [
     (Problem("dense", 4096, 4096, 4096), {"block_m": 256}),
+    (Problem("dense", 4096, 4096, 7168), {"block_m": 256}),
     (Problem("dense", 4096, 2112, 7168), {"block_m": 128, "block_n": 192}),
     (Problem("dense", 16, 4096, 7168), {"split_k": 3}),
     (Problem("dense", 4096, 4096, 4096, recipe_a="tensor", recipe_b="tensor", interval=None), {}),
     (Problem("contiguous", 4096, 4096, 7168, 8), {"block_m": 256}),
+    (Problem("contiguous", 4096, 7168, 2048, 8), {"block_m": 256}),
     (Problem("contiguous", 4096, 4096, 7168, 8), {"block_m": 128, "block_n": 128}),
     (Problem("masked", 1024, 4096, 7168, 8), {"block_m": 256}),
     (Problem("masked", 128, 4096, 7168, 8), {}),

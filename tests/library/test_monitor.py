@@ -30,6 +30,7 @@ def model():
 def no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", ".*torch.jit.script_method", DeprecationWarning)  # torch's own, when its compiler is imported
         yield
 
 

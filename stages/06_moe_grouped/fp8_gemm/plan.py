@@ -350,8 +350,23 @@ def promising(problem: Problem, sms: int, count: int) -> list[Plan]:
 
 
 # Rows of tiles worked on together. 132 tiles of 256 x 128 in 8 rows touch 2048 rows of A and about as many of B, the fewest possible:
-# 1 % faster than 4 rows at 8192 cubed, where L2 does not hold both operands, 0.5 % slower at 4096 cubed, where it does.
-ROWS_TOGETHER = 8
+# 1 % faster than 4 rows at 8192 cubed, where L2 does not hold both operands. B is read again for the next rows: where K is short, L2
+# holds twice as many, which is 0.5 to 1 % faster; at K of 7168 and 8192 it is 2 to 3 % slower.
+ROWS_TOGETHER, ROWS_TOGETHER_SHORT = 8, 16
+SHORT_K = 4096
+
+
+def short(problem: Problem) -> bool:
+    """Whether a tile has so few blocks of K that its beginning and end decide. (K of k_grouped problems is their tokens: unknown.)"""
+    return problem.kind != "k_grouped" and problem.k <= SHORT_K
+
+
+def halves(plan: Plan, problem: Problem) -> bool:
+    """Whether outputs are stored in halves, ``Halves`` in kernels/gemm.cu: it spares 250 cycles between two tiles, and costs 8 in each
+    block of K."""
+    return plan.rounds == 2 and problem.interval is not None and plan.splits == 1 and short(problem)
+
+
 ROWS = {64: (1, 1), 128: (2, 1), 256: (2, 2)}  # rows of X: (consumers, rounds)
 # Columns that are tried: about those that were timed. Others (multiples of 16, or of 8 if swapped) only where they are asked for.
 COLUMNS, COLUMNS_SWAPPED = (16, 32, 64, 96, 112, 128, 160, 192, 224, 256), (8, 16, 24, 32, 48, 64, 96, 128)
@@ -361,8 +376,9 @@ SPLITS, MAX_SPLITS = (2, 3, 6), 8
 
 def _candidates(problem: Problem, sms: int, batch_invariant: bool = False, split_k: int | None = None, asked: tuple = ()):
     """Every cut worth a prediction, before hardware limits; asked: sizes of tiles that are tried whether worth it or not."""
+    together = ROWS_TOGETHER_SHORT if short(problem) else ROWS_TOGETHER
     if batch_invariant:
-        yield Plan(False, 2, 1, 128, 0, 1, ROWS_TOGETHER, 1, sms, 0, 0.0)
+        yield Plan(False, 2, 1, 128, 0, 1, together, 1, sms, 0, 0.0)
         return
 
     def of_use(known, step, rows, least):
@@ -385,7 +401,7 @@ def _candidates(problem: Problem, sms: int, batch_invariant: bool = False, split
             for block_y in columns:
                 if block_y == 112 and block_x != 128 and block_y not in asked:
                     continue  # pays where N is 7168 and K is split, for it cuts N into 64; else one kernel more
-                one = Plan(swapped, consumers, rounds, block_y, 0, 1, ROWS_TOGETHER, 1, sms, 0, 0.0)
+                one = Plan(swapped, consumers, rounds, block_y, 0, 1, together, 1, sms, 0, 0.0)
                 yield one
                 if problem.kind == "dense":
                     wanted = (split_k,) if split_k in range(2, MAX_SPLITS + 1) else ()

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fp8_gemm.kernels import ahead
-from fp8_gemm.plan import BLOCK_K, PANEL_ROWS, Plan, every_size, panel_bytes, plan, shared_bytes, stores_by_tma, turns, vector_scales
+from fp8_gemm.plan import BLOCK_K, PANEL_ROWS, Plan, every_size, halves, panel_bytes, plan, shared_bytes, stores_by_tma, turns, vector_scales
 from fp8_gemm.problem import Operands, Problem, bytes_spanned, check_disjoint
 from fp8_gemm.tune import lookup
 from hopperlab.kernel import Arguments, Kernel
@@ -75,7 +75,7 @@ def constants_of(problem: Problem, chosen: Plan) -> dict:
         "KIND": KINDS[problem.kind], "SWAPPED": int(chosen.swap_ab), "CONSUMERS": chosen.consumers, "ROUNDS": chosen.rounds,
         "BLOCK_Y": chosen.block_y, "NUM_STAGES": chosen.num_stages, "GROUP_X": chosen.group, "SPLITS": chosen.splits, "CTAS_PER_SM": chosen.ctas_per_sm,
         "INTERVAL": (problem.interval or 0) // BLOCK_K, "VECTOR_Y": int(vector_scales(problem, chosen.swap_ab)),
-        "TURNS": int(turns(chosen, problem)),
+        "TURNS": int(turns(chosen, problem)), "HALVES": int(halves(chosen, problem)),
         "STORE_BY_TMA": int(stores_by_tma(chosen, problem)), "ACCUMULATE": int(problem.accumulate), "BIAS": int(problem.bias),
         "OUTPUT": OUTPUT[problem.out_dtype], "X_FORMAT": x_format, "Y_FORMAT": y_format,
     }  # fmt: skip

@@ -31,6 +31,7 @@ constexpr int GroupX = GROUP_X;            // rows of tiles that are worked on t
 constexpr int Splits = SPLITS;             // parts that K is cut into, one for each CTA of a cluster; added up in order
 constexpr int Interval = INTERVAL;         // blocks of k between promotions; 0: never, one accumulator over all of k
 constexpr bool VectorY = VECTOR_Y;         // every row of Y has its own scale; else every 128 of them share one
+constexpr bool Halves = HALVES;            // two rounds are stored in halves, see Late
 constexpr bool Turns = TURNS;              // last rows in tiles on their side, see below: 2 rounds of promoted sums only
 constexpr bool StoreByTma = STORE_BY_TMA;  // D's rows are multiples of 16 bytes, and X is A
 constexpr bool Accumulate = ACCUMULATE;    // add to what D holds
@@ -48,7 +49,8 @@ constexpr int WarpsForX = BlockX > 128 ? 2 : 1;  // that copy scales of X, at mo
 constexpr int RowBytes = BlockY * sizeof(Output);
 constexpr int PanelBytes = !StoreByTma ? 16 : RowBytes % 128 == 0 ? 128 : RowBytes % 64 == 0 ? 64 : 32;
 constexpr int PanelColumns = PanelBytes / sizeof(Output);
-constexpr int HalfY = StoreByTma ? (BlockY / PanelColumns + 1) / 2 * PanelColumns : BlockY / 16 * 8;  // of its columns, in whole panels
+// Columns of a round that are stored together: where in halves, about half of them, in whole panels.
+constexpr int StoredY = !Halves ? BlockY : StoreByTma ? (BlockY / PanelColumns + 1) / 2 * PanelColumns : BlockY / 16 * 8;
 // Columns in a row that surely share a scale of Y, and blocks of scales that a tile can touch.
 constexpr int Chunk = VectorY ? 8 : (BlockY & -BlockY) < 128 ? BlockY & -BlockY : 128;
 constexpr int ScaleBlocks = VectorY ? 1 : (128 - Chunk + BlockY - 1) / 128 + 1;
@@ -62,6 +64,7 @@ constexpr bool Late = Interval > 0 && Splits == 1;
 
 // Where one round holds the last rows of X, a tile lies on its side: both rounds multiply the same RoundRows rows of X, the second
 // by the next BlockY rows of Y. A slot has room for that: where an upright tile has its second round of X, it has one more of Y.
+static_assert(!Halves || (Rounds == 2 && Late));
 static_assert(!Turns || (Rounds == 2 && BlockY == RoundRows && Late && !Swapped && !VectorY && Problem != KGrouped));
 
 // Where a slot's operands lie, and whether their places are kept as whole descriptors or as lower halves (the upper ones are all the same).
@@ -421,11 +424,12 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
       const int x = there.x_of(round) + consumer * 64 + warp * 16;
       store_rows(total[round], map_d, to, shared.out[consumer * 4 + warp], there, x, there.y_of(round), from, until);
     };
-    // Late: one round is stored under the next tile's first wgmma. Two are stored in halves: one under the tile's last wgmma, two under
-    // the next tile's first and one under its second. A warp has room for one panel, and mostly TMA has read it by the next wgmma.
-    bool waits = false;                                                // `before`, all of it or, of two rounds, its last three halves
+    // Late: a tile's last round is stored under the next tile's first wgmma, and a first of two under the tile's last one. In halves: one
+    // under the tile's last wgmma, two under the next tile's first, one under its second. A warp has room for one panel; so TMA mostly
+    // has read it when the next comes.
+    bool waits = false;                                                // the last round of `before`, or its last three halves
     auto store_late = [&]() {
-      if (waits && Rounds == 2) store(0, before, HalfY, BlockY);
+      if (waits && Halves) store(0, before, StoredY, BlockY);
       if (waits) store(Rounds - 1, before);
       waits = false;
     };
@@ -523,18 +527,18 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
                 wgmma_hold(factors);
               }
               if (part == 0 && round == 0) {                           // and, once for each tile, the last one's outputs and the next tile
-                if (Late && Rounds == 1) store_late();
-                if (Late && Rounds == 2 && waits) store(0, before, HalfY, BlockY);
+                if (Late && !Halves) store_late();
+                if (Halves && waits) store(0, before, StoredY, BlockY);
                 more = scheduler.next(following);
-                if (Late && Rounds == 2 && waits) store(1, before, 0, HalfY);
+                if (Halves && waits) store(1, before, 0, StoredY);
               }
               if (round + 1 == Rounds) {
                 advance();
-                if (Late && Rounds == 2 && part == 0) {
-                  if (waits) store(1, before, HalfY, BlockY);
+                if (Halves && part == 0) {
+                  if (waits) store(1, before, StoredY, BlockY);
                   waits = false;
                 }
-                if (Late && Rounds == 2 && ends) store(0, tile, 0, HalfY);
+                if (Late && round > 0 && ends) store(0, tile, 0, StoredY);
                 if (!ends) mbarrier_wait(&shared.full[ring.slot], ring.phase);
               }
               wgmma_wait<0>();
@@ -551,7 +555,7 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
       } else {
         if (Late) store_late();
         clear();
-        if (Late && Rounds == 2) store(0, tile, 0, HalfY);
+        if (Late && Rounds > 1) store(0, tile, 0, StoredY);
       }
       if (Interval == 0 || (Problem == KGrouped && tile.k_block >= tile.k_end)) more = scheduler.next(following);
 

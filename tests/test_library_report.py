@@ -53,7 +53,7 @@ def grouped_rows(description, times):
 
 
 LIBRARY = shapes_record("library", {
-    (4096, 4096, 4096): library_times(100, 110, 120, 95),
+    (4096, 4096, 4096): {**library_times(100, 110, 120, 95), "library, Triton": 125},
     (4096, 2112, 7168): library_times(100, 99.5, 108, 98),
     (1, 7168, 16384): library_times(30, 38, None, 36),
     (128, 7168, 16384): library_times(35, 45, 49, 35),
@@ -62,7 +62,10 @@ LIBRARY = shapes_record("library", {
 HOST = {"kind": "host", **ORIGIN, "shape": {"m": 16, "n": 512, "k": 512}, "processor": "Some CPU", "rows": [
     {"name": "gemm, out given", "microseconds": 10.5, "rounds_us": [10.2, 10.5, 11.9]},
     {"name": "torch: _scaled_mm, out given", "microseconds": 18.3, "rounds_us": [17.1, 18.3, 30.0]},
-]}  # fmt: skip
+], "first_calls": [{"shape": {"m": 8, "n": 64, "k": 128}, "milliseconds": 212.3}, {"shape": {"m": 9, "n": 64, "k": 128}, "milliseconds": 312.3}]}  # fmt: skip
+WAVES = {"cubes": [{"size": size, "name": name, "microseconds": time, "spread": 0.01}
+                   for size, name, time in ((4096, "plan", 90), (4096, "one CTA", 80), (4096, "cublas tensor", 91.8), (8192, "plan", 100),
+                                            (8192, "cublas tensor", 99))]}  # fmt: skip
 SIZES = {"groups": 4, "n": 4096, "k": 7168, "same_bits_unpadded": True, "same_bits_padded": True}
 SKEWED = {"groups": 64, "n": 4096, "k": 2048, "rows": 32768, "same_bits_masked": False}
 MOE = {"kind": "sweep", **ORIGIN, **TELEMETRY, "missing": {"deep_gemm, masked": "AttributeError: gone"}, "dense": [],
@@ -146,8 +149,13 @@ def test_a_shape_stands_beside_each_peer():
 
 
 def test_targets_are_judged_by_the_records():
-    found = {target.what: target for target in library_report.targets(LIBRARY, MOE, HOST)}
-    assert len(found) == 12
+    found = {target.what: target for target in library_report.targets(LIBRARY, MOE, HOST, WAVES)}
+    assert len(found) == 15
+    dense = found["dense kernel of stage 04 against cuBLAS tensor, each"]
+    assert dense.value == pytest.approx(0.99) and dense.where == "8192³; 1 of 2 below"
+    triton = found["Triton path against the CUDA path, M = 4096 and cubes, each"]
+    assert triton.value == pytest.approx(0.8) and triton.where == "4096³; 0 of 1 below"
+    assert "| ≤ 500 ms | 312.3 ms | 9×64×128 | met |" in str(found["first call of new weights, nothing compiled yet"])
     slowest = found["against DeepGEMM, each"]
     assert slowest.value == pytest.approx(0.995) and slowest.where == "4096×2112×7168; 1 of 5 below"
     assert slowest.verdict == "**missed**, by less than the spread of its rounds (2.0%)"
@@ -184,10 +192,10 @@ def test_rounding_never_makes_a_goal_look_reached():
 
 def test_a_target_whose_record_is_missing_is_neither_met_nor_missed():
     verdicts = [target.verdict for target in library_report.targets(LIBRARY, None, None)]
-    assert verdicts.count("not recorded") == 6 and "not recorded" in library_report.targets_markdown(LIBRARY, None, None)
+    assert verdicts.count("not recorded") == 8 and "not recorded" in library_report.targets_markdown(LIBRARY, None, None)
     others = lambda entry: [row for row in entry["rows"] if row["name"] != "deep_gemm"]
     without = {**LIBRARY, "shapes": [{**entry, "rows": others(entry)} for entry in LIBRARY["shapes"]]}
-    assert [target.verdict for target in library_report.targets(without, None, None)][:3] == ["not recorded"] * 3
+    assert [target.verdict for target in library_report.targets(without, None, None)][:4] == ["not recorded"] * 4
     assert cells(library_report.readme_markdown(without, None), "DeepGEMM") == ["DeepGEMM", "-", "-", "-"]
 
 

@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 from hopperlab import bench, report, stage
 
-LIBRARY, HOST, MOE, SEARCH, LAYER = "07_library.json", "07_host.json", "06_moe.json", "07_search.json", "07_layer.json"
+LIBRARY, HOST, MOE, SEARCH, LAYER, WAVES = "07_library.json", "07_host.json", "06_moe.json", "07_search.json", "07_layer.json", "04_waves.json"
 COUNTERS = "07_counters.json"
 PAGE = Path("docs/performance.md")
 MISSING = "Not recorded yet."
 
-OURS, FROM_BF16, INVARIANT = "library", "library, quantising A", "library, batch invariant"
+OURS, FROM_BF16, INVARIANT, TRITON = "library", "library, quantising A", "library, batch invariant", "library, Triton"
 PEERS = {"deep_gemm": "DeepGEMM", "cublas block": "cuBLAS block", "cublas tensor": "cuBLAS tensor"}
 FEW, MANY = 128, 4096  # rows of A: at most so many when decoding, so many in a prefill
 HEAVY_BYTES = 100e6  # weights that no cache holds: reading them is all the time there is
@@ -146,15 +146,20 @@ def mean(what: str, goal: float, speeds: list[Speed]) -> Target:
     return Target(name, goal, geomean(speeds), f"all {len(speeds)}") if speeds else Target(name, goal, None, "-")
 
 
-def targets(library: dict | None, moe: dict | None, host: dict | None) -> list[Target]:
+def targets(library: dict | None, moe: dict | None, host: dict | None, waves: dict | None = None) -> list[Target]:
     """The targets that these records decide."""
     heavy = [(by_name(entry)[OURS]["percent_of_bandwidth"], shape_name(**entry["shape"])) for entry in entries(library)
              if is_heavy(entry)]  # fmt: skip
     decode, where = min(heavy, default=(None, "-"))
     call = {row["name"]: row["microseconds"] for row in (host or {"rows": []})["rows"]}.get("gemm, out given")
+    first = max(((row["milliseconds"], shape_name(**row["shape"])) for row in (host or {}).get("first_calls", [])), default=(None, "-"))
+    cubes = [found for size in sorted({row["size"] for row in (waves or {"cubes": []})["cubes"]})
+             for found in speed({row["name"]: row for row in waves["cubes"] if row["size"] == size}, "cublas tensor", "plan", f"{size}³")]  # fmt: skip
+    triton = [found for entry in entries(library) for found in speed(by_name(entry), OURS, TRITON, shape_name(**entry["shape"]))]
     unpadded, masked = grouped_speeds(moe, "contiguous", "unpadded"), grouped_speeds(moe, "masked", "masked")
     padding = [found for part in ("contiguous", "skew") for found in grouped_speeds(moe, part, "unpadded", "padded")]
     return [
+        each("dense kernel of stage 04 against cuBLAS tensor", 1.0, cubes),
         each("against DeepGEMM", 1.0, dense_speeds(library, "deep_gemm")),
         mean(f"against DeepGEMM, M = {MANY}", 1.03, dense_speeds(library, "deep_gemm", MANY, MANY)),
         mean(f"against DeepGEMM, M ≤ {FEW}", 1.3, dense_speeds(library, "deep_gemm", most=FEW)),
@@ -168,6 +173,8 @@ def targets(library: dict | None, moe: dict | None, host: dict | None) -> list[T
         each("against DeepGEMM, masked groups", 1.0, masked),
         mean("against DeepGEMM, masked groups", 1.1, masked),
         Target("host time of `gemm`, output given", 10, call, "shape of the host table" if call else "-", "µs", at_most=True),
+        Target("first call of new weights, nothing compiled yet", 500, *first, "ms", at_most=True),
+        each(f"Triton path against the CUDA path, M = {MANY} and cubes", 0.7, triton),
     ]
 
 
@@ -216,12 +223,12 @@ def short(plan: str) -> str:
     return cut
 
 
-def targets_markdown(library: dict | None, moe: dict | None, host: dict | None) -> str:
+def targets_markdown(library: dict | None, moe: dict | None, host: dict | None, waves: dict | None = None) -> str:
     """What was aimed at, beside what was measured."""
     if library is moe is host is None:
         return MISSING
     lines = ["| speed | goal | measured | where | |", "| --- | ---: | ---: | --- | --- |"]
-    return "\n".join([*lines, *map(str, targets(library, moe, host))])
+    return "\n".join([*lines, *map(str, targets(library, moe, host, waves))])
 
 
 def dense_markdown(record: dict | None) -> str:
@@ -298,7 +305,9 @@ def host_markdown(record: dict | None) -> str:
     rows = [(f"{row['microseconds']:.1f}", f"{min(row['rounds_us']):.1f}", f"{row['name']}") for row in record["rows"]]
     versions = f"Python {record['versions']['python']}, torch {record['versions']['torch']}"
     setting = f"{shape_name(**record['shape'])}, {record['processor']}, {versions}. "
-    return "\n".join([*table("µs (median) | fastest round | call", rows, texts=1), *written_from(record, HOST, setting)])
+    first = [f"{row['milliseconds']:.0f} ms for {shape_name(**row['shape'])}" for row in record.get("first_calls", [])]
+    calls = ["", f"First calls of new weights with an empty cache, to the end of their kernel: {', '.join(first)}."] if first else []
+    return "\n".join([*table("µs (median) | fastest round | call", rows, texts=1), *calls, *written_from(record, HOST, setting)])
 
 
 WITHIN = 0.03  # what a planner may lose
@@ -506,7 +515,7 @@ def slower_markdown(record: dict | None) -> str:
 def generated() -> dict[tuple[str, str], str]:
     """All that is written from the records: (file, mark) -> text."""
     library, moe, host, search, layer, counters = (report.published(name) for name in (LIBRARY, MOE, HOST, SEARCH, LAYER, COUNTERS))
-    parts = {"targets": targets_markdown(library, moe, host), "dense": dense_markdown(library),
+    parts = {"targets": targets_markdown(library, moe, host, report.published(WAVES)), "dense": dense_markdown(library),
              "decode": decode_markdown(library), "moe": moe_markdown(moe), "host": host_markdown(host),
              "search": search_markdown(search), "invariant": invariant_markdown(library), "layer": layer_markdown(layer),
              "slower": slower_markdown(counters)}  # fmt: skip

@@ -3,7 +3,7 @@
     python -m fp8_gemm.bench RECORD.json                    all shapes, peers in the same run
     python -m fp8_gemm.bench RECORD.json --search           every shape, and random ones, with the most promising plans instead of the peers
     python -m fp8_gemm.bench RECORD.json --only 4096x       shapes whose name begins so
-    python -m fp8_gemm.bench RECORD.json --host             what a call costs on the CPU, part by part, beside torch's calls
+    python -m fp8_gemm.bench RECORD.json --host             what a call costs on the CPU, part by part, beside torch's calls; first calls
     python -m fp8_gemm.bench RECORD.json --layer            a decoder layer end to end, beside BF16 and DeepGEMM
 
 Needs a Hopper GPU. The method is hopperlab.bench's: rotating inputs larger than L2, CUDA graphs, interleaved short rounds.
@@ -16,6 +16,7 @@ import platform
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -34,7 +35,7 @@ from hopperlab.quantize import scale_to_m_major
 # (N, K) of DeepSeek-V3's linears, which DeepGEMM's own tables use, and two odd ones.
 WEIGHTS = ((2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048), (576, 7168), (3072, 1024))
 ROWS = (4096, 1, 16, 64, 128, 2, 4, 8, 32)
-CUBES = (4096, 8192)
+CUBES = (4096, 8192)  # and every M for which the Triton path is timed, too
 PEERS = ("deep_gemm", "cublas block", "cublas tensor")
 ROUNDS = 5
 MOST_SETS = 16  # input sets: more than L2 holds for all but the smallest shapes
@@ -80,6 +81,14 @@ def quantised_calls(problem: Problem, chosen: Plan, sets, outs) -> list:
     return [lambda inputs=inputs, b=b, out=out: call(inputs, b, out) for inputs, b, out in zip(sets, weights, outs)]
 
 
+def triton_calls(problem: Problem, sets, outs) -> list:
+    """The same operands through the Triton path."""
+    from fp8_gemm import triton_backend
+
+    operands = [Operands(a.data, b.data, a.scale, b.scale) for a, b in (inputs.quantised(problem.recipe_a, problem.recipe_b) for inputs in sets)]
+    return [lambda o=o, out=out: triton_backend.run(problem, o, out) for o, out in zip(operands, outs)]
+
+
 def measure_shape(shape: tuple[int, int, int], sms: int, search: bool, rounds: int) -> dict:
     """One entry of the record: the shape, its plan, and one row per candidate."""
     m, n, k = shape
@@ -91,6 +100,8 @@ def measure_shape(shape: tuple[int, int, int], sms: int, search: bool, rounds: i
     if not search:
         calls["library, quantising A"] = quantised_calls(problem, plans["library"], sets, outs)
         calls["library, batch invariant"] = calls_of(problem, plan(problem, sms, batch_invariant=True), sets, outs)
+        if m in CUBES:
+            calls["library, Triton"] = triton_calls(problem, sets, outs)
         running, absent = bench.peers(sets)
         calls |= {name: running[name][0] for name in PEERS if name in running}
         missing = {name: absent[name] for name in PEERS if name in absent}
@@ -184,9 +195,35 @@ def measure_host(calls: dict[str, Callable]) -> list[dict]:
     return [{"name": name, "microseconds": statistics.median(rounds), "rounds_us": rounds} for name, rounds in samples.items()]
 
 
+FIRST_CALLS = ((4096, 1472, 2816), (64, 5248, 1920), (8, 3392, 2560))  # of weights that nothing was compiled for
+
+
+def measure_first_calls() -> list[dict]:
+    """Milliseconds from the first call with new weights to its end: planning, compiling, loading, running."""
+    rows = []
+    for m, n, k in FIRST_CALLS:
+        a, b = quantize(torch.randn(m, k, device="cuda")), quantize(torch.randn(n, k, device="cuda"), "128x128")
+        kernels.kernel.cache_clear()
+        torch.cuda.synchronize()
+        with tempfile.TemporaryDirectory() as empty:
+            before = os.environ.get("HOPPERLAB_CACHE")
+            os.environ["HOPPERLAB_CACHE"] = empty
+            try:
+                start = time.perf_counter()
+                gemm(a, b, backend="cuda")
+                torch.cuda.synchronize()
+                rows.append({"shape": {"m": m, "n": n, "k": k}, "milliseconds": (time.perf_counter() - start) * 1e3})
+            finally:
+                if before is None:
+                    del os.environ["HOPPERLAB_CACHE"]
+                else:
+                    os.environ["HOPPERLAB_CACHE"] = before
+    return rows
+
+
 def host_entry(shape: tuple[int, int, int] = HOST_SHAPE) -> dict:
     rows = measure_host(host_calls(*shape))
-    return {"shape": dict(zip("mnk", shape)), "processor": processor(), "calls_per_round": HOST_CALLS, "rows": rows}
+    return {"shape": dict(zip("mnk", shape)), "processor": processor(), "calls_per_round": HOST_CALLS, "rows": rows, "first_calls": measure_first_calls()}
 
 
 def layer_record(rounds: int) -> dict:
@@ -221,6 +258,8 @@ def main(path: Path, search: bool = False, only: str = "", host: bool = False, l
         entry = host_entry()
         for row in entry["rows"]:
             print(f"{row['microseconds']:8.2f} µs  {row['name']}")
+        for row in entry["first_calls"]:
+            print(f"{row['milliseconds']:8.0f} ms  first call of {'x'.join(map(str, row['shape'].values()))}")
         print(report.save({"kind": "host", **report.environment(), **entry}, path))
         return
     if layer:

@@ -183,7 +183,9 @@ def _predict(problem: Problem, plan: Plan) -> float:
         multiply *= 1 + factors * BLOCK_K / problem.interval
     slot = (block_x + block_y) * BLOCK_K
     rows, block = (tokens, block_y) if plan.swap_ab else (tokens, block_x)
-    outside = block - rows / max(1, math.ceil(rows / block)) if problem.kind in ("dense", "k_grouped") else 0
+    pieces = max(1, math.ceil(rows / block))
+    moves_up = problem.kind == "dense" and not problem.accumulate and not plan.swap_ab and pieces > 1  # the last tile, onto rows of its own
+    outside = block - rows / pieces if problem.kind in ("dense", "k_grouped") and not moves_up else 0
     refill = (LATENCY_CYCLES + slot / FILL_BYTES_PER_CYCLE + ROW_OUTSIDE_CYCLES * outside) / plan.num_stages
 
     alone = plan.rounds * (64 * block_y * BLOCK_K / MACS_PER_CYCLE + WAIT_CYCLES)  # a warpgroup's own pieces, one after another

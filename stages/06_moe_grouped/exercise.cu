@@ -357,12 +357,13 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
     registers_decrease<ProducerRegisters>();
     if (warp == 0) {
       // ---- tiles: one thread fills the ring ---------------------------------------------------------------------------
-      // X's rows are read again for the next column of tiles, Y's not before the next GroupX rows: L2 keeps them where it can keep all
-      // of a group's. Swapped, there is one column of tiles, and each of them reads Y again.
+      // X's rows are read again for the next column of tiles, Y's not before the next GroupX rows of tiles: L2 keeps them if there are
+      // more and it can keep all of a group's. Swapped, there is one column of tiles, and each of them reads Y again.
       const bool fits = (long long)(Swapped ? BlockY : GroupX * BlockX) * problem.k <= KeptBytes;
-      const bool fits_y = Swapped ? fits : (long long)problem.y_rows * problem.k <= KeptBytes;
+      const int x_rows_of_group = Problem == Contiguous ? problem.x_rows / problem.groups : problem.x_rows;
+      const bool again_y = x_rows_of_group > GroupX * BlockX && (long long)problem.y_rows * problem.k <= KeptBytes;
       const u64 policy_x = Swapped ? L2EvictFirst : fits ? L2EvictLast : L2EvictNormal;
-      const u64 policy_y = fits_y ? L2EvictLast : Swapped ? L2EvictNormal : L2EvictFirst;
+      const u64 policy_y = (Swapped ? fits : again_y) ? L2EvictLast : Swapped ? L2EvictNormal : L2EvictFirst;
       Ring ring;
       Tile tile;
       Scheduler scheduler{problem};

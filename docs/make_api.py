@@ -90,7 +90,7 @@ def entries(module) -> Iterator[str]:
         else:
             yield f"```py\n{signature(name, value)}\n```"
             yield markdown(documentation(value))
-            bases = [base.__name__ for base in getattr(value, "__bases__", ()) if base.__module__ in documented]
+            bases = [base.__name__ for base in getattr(value, "__bases__", ()) if base.__module__ in documented and base.__name__[0] != "_"]
             if bases:
                 yield f"Has the methods of {', '.join(f'`{base}`' for base in bases)} as well."
             for member, method in members(value).items() if inspect.isclass(value) else ():

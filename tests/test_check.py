@@ -1,5 +1,7 @@
 """The check must reject every fault a kernel can have, and name where it is; and accept what hardware computes."""
 
+import re
+
 import pytest
 import torch
 
@@ -200,6 +202,17 @@ def test_refuses_misuse(right):
         check.compare(out, a, b)
     with pytest.raises(ValueError, match="one of them"):
         check.compare(out, a, b, expected=out, bound=bound)
+    for other in (out.double(), out.int()):
+        with pytest.raises(TypeError, match=f"out.dtype is {other.dtype}; allowed are torch.float32, torch.bfloat16"):
+            check.compare(other, a, b, bound=bound)
+    for other in (out.float(), out.half(), out[:1], out[:, :1], out.t()):
+        given = f"expected has shape {tuple(other.shape)} and dtype {other.dtype}, and out"
+        with pytest.raises(ValueError, match=re.escape(given)):
+            check.compare(out, a, b, expected=other)
+    with pytest.raises(ValueError, match=r"bound has shape \(1, 384\), and out \(256, 384\)"):
+        check.compare(out, a, b, bound=bound[:1])
+    with pytest.raises(TypeError, match="dtype is torch.float64"):
+        check.run(lambda a, b, out: None, a, b, torch.float64, bound=reference.error_bound)
 
 
 def test_problems_differ_by_position_and_seed():

@@ -62,6 +62,14 @@ def test_bits_with_margin_and_power_of_two_scales(implementation, recipe, margin
 
 
 @each
+def test_a_scale_just_above_a_power_of_two_becomes_the_next(implementation, device):
+    x = torch.ones(1, 128, device=device)
+    x[0, 0] = 448 + 2.0**-15  # the next FP32 number
+    assert_equal_bits(implementation, x, "1x128", power_of_two=True)
+    assert reference.quantize(x, "1x128", power_of_two=True).scale == 2
+
+
+@each
 @pytest.mark.parametrize("kind", ["zeros", "smallest", "largest", "NaN", "infinite"])
 @pytest.mark.parametrize("recipe", ["tensor", "128x128"])
 def test_bits_of_whole_blocks(implementation, recipe, kind, device):

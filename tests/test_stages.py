@@ -1,5 +1,6 @@
 """Every step found on disk: right to the bit on shared shapes, the same bits as the H200, finished kernels clean, bad input refused."""
 
+import functools
 import os
 
 import pytest
@@ -129,14 +130,64 @@ def test_unknown_stage():
         stage.find("99")
 
 
+def step_of(number, name):
+    return next(step for step in stage.find(number)[0].steps if step.name == name)
+
+
+BY_ROWS = {"04": {"group_m": 1}, "05": {"tile": stage.find("05")[0].module.Tile(1, 128, 1)}}  # groups of one row of tiles
+
+
+@pytest.mark.parametrize("number, name, shape, options", [
+    # Two rows of tiles are two groups, of which the second does not begin at row 0.
+    ("04", "persistent", (130, 72, 900), {}),  # and the second tile finds every slot given back by the first
+    ("04", "overlapped", (130, 72, 128), {"cluster": 1, "block_n": 128}),
+    ("05", "promoted", (130, 72, 128), {}),
+    ("05", "block scaled", (130, 136, 128), {}),  # and a CTA's next tile has scales of its own
+    ("05", "overlapped", (130, 72, 128), {}),
+    ("05", "wgrad", (130, 72, 128), {}),
+    ("05", "block scaled", (8, 136, 66 * 128), {}),  # 32 scales of B are fetched at a time, two times ahead
+])  # fmt: skip
+def test_tiles_one_after_another(number, name, shape, options, monkeypatch):
+    step = step_of(number, name)
+    monkeypatch.setattr(stage.find(number)[0].module, "SMS_OF_AN_H200", 1)
+    a, b = check.problem(*shape, recipes=step.recipes[0])
+    gemm = functools.partial(step.gemm, **BY_ROWS[number], **options)
+    verdict = check.run(gemm, a, b, step.out_dtypes[0], expected=step.expected)
+    assert verdict.ok, verdict
+
+
+def test_promotion_after_two_blocks_or_beyond_a_threshold():
+    promoted, unscaled_then_scaled = (getattr(stage.find("05")[0].module, name) for name in ("promoted", "unscaled_then_scaled"))
+    a, b = check.problem(17, 19, 600)
+    gemm, expected = (functools.partial(each, interval=256) for each in (promoted, unscaled_then_scaled))
+    assert check.run(gemm, a, b, expected=expected).ok
+
+    def by_threshold(a, b, out_dtype, threshold=7e5, rows=64):
+        """64 rows, which a warpgroup has, decide together: the first 64 here have a sum beyond it, the others not."""
+        totals, one = [], torch.ones(1)
+        for first in range(0, a.rows, rows):
+            total, start = 0.0, 0  # start: of what the accumulator holds
+            for end in range(128, a.k + 1, 128):
+                part = [quantize.ScaledTensor(x[:, start:end].contiguous(), one, "tensor") for x in (a.data[first : first + rows], b.data)]
+                sums = reference.matmul_hopper(*part, interval=None, out_dtype=torch.float32)
+                if end == a.k or sums.abs().max() > threshold:
+                    total, start = total + sums, end
+            totals.append(total)
+        return (torch.cat(totals) * (a.scale * b.scale)).to(out_dtype)
+
+    a, b = check.problem(70, 72, 512)
+    verdict = check.run(functools.partial(promoted, interval=None, threshold=7e5), a, b, torch.float32, expected=by_threshold)
+    assert verdict.ok, verdict
+
+
 @pytest.mark.parametrize("m, n, sms, accumulate", [
     (700, 130, 4, False),  # 6 tiles: 4 whole ones, and 2 in halves, each of which gets a CTA
     (600, 130, 4, True),  # the same, where the last half has no rows
     (520, 264, 5, False),  # 9 tiles: the last 4 would be 8 halves, too many for 5 CTAs, so they stay whole
-    (300, 130, 8, True),  # 4 tiles on 8 SMs: halves only
+    (300, 132, 8, True),  # 4 tiles on 8 SMs: halves only; rows of 16 bytes, so that TMA adds
 ])  # fmt: skip
 def test_weight_gradients_with_the_last_wave_in_halves(m, n, sms, accumulate, monkeypatch):
-    step = next(step for step in stage.find("05")[0].steps if step.name == "wgrad")
+    step = step_of("05", "wgrad")
     monkeypatch.setattr(stage.find("05")[0].module, "SMS_OF_AN_H200", sms)
     a, b = check.problem(m, n, 260, recipes=("1x128", "1x128"))
     out = torch.randn(m, n) if accumulate else check.poisoned(m, n, torch.float32, "cpu")[0]

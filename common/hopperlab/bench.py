@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hopperlab import quantize, reference
+from hopperlab import capability, quantize, reference
 from hopperlab.quantize import ScaledTensor
 
 # The H200 SXM. Peak: NVIDIA's datasheet, dense FP8. Reading ceiling: the sum of 1 GiB of float32, measured on the card.
@@ -64,7 +64,8 @@ class Timing:
 
 
 def input_sets(m: int, n: int, k: int, seed: int = 0) -> list[InputSet]:
-    """Enough random normal sets that their FP8 operands and outputs exceed ROTATION_BYTES; at least two."""
+    """Enough random normal sets that their FP8 operands and outputs exceed ROTATION_BYTES; at least two. Needs a GPU."""
+    _require_gpu()
     count = max(2, min(MAX_SETS, -(-int(ROTATION_BYTES) // ((m + n) * k + 2 * m * n))))
     generator = torch.Generator("cuda").manual_seed(seed)
     normal = lambda rows: torch.randn(rows, k, generator=generator, device="cuda", dtype=torch.bfloat16)  # noqa: E731
@@ -74,8 +75,14 @@ def input_sets(m: int, n: int, k: int, seed: int = 0) -> list[InputSet]:
 def measure(candidates: dict[str, list[Callable[[], object]]], rounds: int = ROUNDS) -> dict[str, Timing]:
     """Time candidates against one another. Each is a list of calls, one per input set, that launch work and return.
 
-    Every call runs once before anything is timed. Needs a GPU. Returns a Timing per candidate, in the order given.
+    Every call runs once before anything is timed. Needs a GPU. Returns a Timing per candidate, in the order given. Raises
+    ValueError where there is nothing to time, RuntimeError without a GPU.
     """
+    empty = [name for name, calls in candidates.items() if not calls]
+    if not candidates or empty:
+        what = f"has no call for {empty[0]!r}" if empty else "is empty"
+        raise ValueError(f"candidates {what}; it must map at least one name to a list of at least one call")
+    _require_gpu()
     graphs = {}
     for name, calls in candidates.items():
         for call in calls[:2]:  # compile, allocate, pick algorithms
@@ -102,6 +109,11 @@ def measure(candidates: dict[str, list[Callable[[], object]]], rounds: int = ROU
             seconds = _elapsed(lambda: [graph.replay() for _ in range(replays)])  # noqa: B023 - used before the next turn
             samples[name].append(seconds / replays / calls)
     return {name: Timing(statistics.median(s), s, graphs[name][2]) for name, s in samples.items()}
+
+
+def _require_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise RuntimeError(f"kernels are timed on a GPU. {capability.hopper().sentence()}")
 
 
 def _elapsed(work: Callable) -> float:

@@ -70,16 +70,23 @@ def problem(m: int, n: int, k: int, *, recipes=("tensor", "tensor"), formats=("e
 
 def digest(out: torch.Tensor) -> str:
     """SHA-256 of the output's bits, 16 hex digits: equal on two machines exactly when every bit is."""
-    integers = out.detach().contiguous().cpu().view(POISON[out.dtype][0])
+    integers = out.detach().contiguous().cpu().view(_poison("out.dtype", out.dtype)[0])
     return hashlib.sha256(integers.numpy().tobytes()).hexdigest()[:16]
 
 
 def poisoned(m: int, n: int, dtype: torch.dtype, device) -> tuple[torch.Tensor, torch.Tensor]:
     """An (m, n) output filled with poison, and the buffer around it with GUARD_BYTES of poison on both sides."""
-    integer, pattern = POISON[dtype]
+    integer, pattern = _poison("dtype", dtype)
     guard = GUARD_BYTES // dtype.itemsize
     buffer = torch.full((m * n + 2 * guard,), pattern, dtype=integer, device=device)
     return buffer[guard : guard + m * n].view(dtype).view(m, n), buffer
+
+
+def _poison(name: str, dtype: torch.dtype) -> tuple[torch.dtype, int]:
+    """(integer type of the same width, poison) of an output's type. Raises TypeError for one that is not checked."""
+    if dtype not in POISON:
+        raise TypeError(f"{name} is {dtype}; allowed are {', '.join(map(str, POISON))}: let the kernel write one of them")
+    return POISON[dtype]
 
 
 def run(gemm: Callable, a: ScaledTensor, b: ScaledTensor, out_dtype: torch.dtype = torch.bfloat16, *,
@@ -115,13 +122,18 @@ def compare(out: torch.Tensor, a: ScaledTensor, b: ScaledTensor, *, expected: to
     """Compare an output (M, N) with the exact product of A (M, K) and B (N, K), every element.
 
     With ``expected`` (the model's output, same dtype) bits must be equal; a NaN equals any NaN except the poison.
-    Otherwise |D - exact| <= bound, and D is NaN or infinite exactly where the exact product is.
+    Otherwise |D - exact| <= bound, and D is NaN or infinite exactly where the exact product is. Raises TypeError or ValueError.
     """
     if out.shape != (a.rows, b.rows):
         raise ValueError(f"out has shape {tuple(out.shape)}; A {a.rows} x K and B {b.rows} x K give ({a.rows}, {b.rows})")
     if (expected is None) == (bound is None):
         raise ValueError("give expected (the model's output, for equal bits) or bound (error allowed per element), one of them")
-    integer, pattern = POISON[out.dtype]
+    integer, pattern = _poison("out.dtype", out.dtype)
+    if expected is not None and (expected.shape, expected.dtype) != (out.shape, out.dtype):
+        raise ValueError(f"expected has shape {tuple(expected.shape)} and dtype {expected.dtype}, and out {tuple(out.shape)} and "
+                         f"{out.dtype}; they must be equal: compute expected in out's type")  # fmt: skip
+    if isinstance(bound, torch.Tensor) and bound.shape != out.shape:
+        raise ValueError(f"bound has shape {tuple(bound.shape)}, and out {tuple(out.shape)}; they must be equal")
     bits = out.contiguous().view(integer)
     unwritten = bits == pattern
     exact = reference.matmul_exact(a, b)

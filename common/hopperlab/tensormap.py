@@ -7,6 +7,7 @@ in the CUDA driver API.
 
 import ctypes
 import functools
+import operator
 import struct
 from dataclasses import dataclass, field, fields
 
@@ -83,12 +84,12 @@ class TensorMap(MapLayout):
             raise ValueError(f"tensor: {rank} dimensions; TMA maps have 1 to 5. Reshape or flatten it.")
         dims = tuple(reversed(tensor.shape))
         steps = [s * size for s in reversed(tensor.stride())]
-        box = tuple(int(b) for b in box)
+        box = _integers("box", box)
         if len(box) != rank:
             raise ValueError(
                 f"box: {len(box)} numbers for a tensor of {rank} dimensions; give one per dimension, innermost first"
             )
-        element_strides = tuple(element_strides or (1,) * rank)
+        element_strides = _integers("element_strides", element_strides or (1,) * rank)
         if len(element_strides) != rank or not all(1 <= s <= 8 for s in element_strides) or element_strides[0] != 1:
             raise ValueError(
                 f"element_strides: {element_strides}; {rank} numbers from 1 to 8 are allowed, the innermost 1"
@@ -125,7 +126,7 @@ class TensorMap(MapLayout):
                 raise ValueError(
                     f"box: {box} has {extent} in dimension {d}; 1 to 256 elements are allowed. Use several copies."
                 )
-        if swizzle not in SWIZZLES:
+        if isinstance(swizzle, float) or swizzle not in SWIZZLES:
             raise ValueError(f"swizzle: {swizzle} bytes; allowed are {SWIZZLES}")
         inner = box[0] * size
         if inner % 16:
@@ -138,7 +139,7 @@ class TensorMap(MapLayout):
                 f"box: the innermost dimension is {inner} bytes, but a {swizzle}-byte swizzle allows at most {swizzle}."
                 f" Use {swizzle // size} elements, and several copies side by side for a wider tile."
             )
-        if l2_promotion not in (0, 64, 128, 256):
+        if isinstance(l2_promotion, float) or l2_promotion not in (0, 64, 128, 256):
             raise ValueError(f"l2_promotion: {l2_promotion}; allowed are 0, 64, 128 and 256 bytes")
         kind = _TYPES[tensor.dtype]
         if fill_nan and not kind.startswith(("FLOAT", "BFLOAT")):
@@ -218,6 +219,14 @@ def _driver_arguments(layout: MapLayout) -> tuple[tuple, tuple]:
             "NAN_REQUEST_ZERO_FMA" if layout.fill_nan else "NONE",
         ),
     )
+
+
+def _integers(name: str, values) -> tuple[int, ...]:
+    """values as plain integers. TypeError for one that would have to be rounded."""
+    try:
+        return tuple(map(operator.index, values))
+    except TypeError:
+        raise TypeError(f"{name}: {values!r}; it must be a tuple of integers, one per dimension, innermost first") from None
 
 
 def _check_address(address: int) -> None:

@@ -1,6 +1,7 @@
 """The library's kernel against the bit-exact model: every kind, swap, split, epilogue, ragged and empty. On a Hopper GPU the same
 tests run there; on a CPU the kernel runs on the simulator, which also reports races, deadlocks and stray writes."""
 
+import re
 import struct
 
 import pytest
@@ -51,7 +52,7 @@ def dense(m, n, k, recipes=BLOCKS, formats=("e4m3", "e4m3"), dtype=BF16, bias=Fa
     dict(m=130, n=200, k=300, block_m=128, block_n=128, swap_ab=False, split_k=1),
     dict(m=260, n=200, k=300, block_m=256, block_n=112, swap_ab=False, split_k=1, dtype=FP32),
     dict(m=70, n=200, k=300, block_m=64, block_n=48, swap_ab=False, split_k=1, dtype=FP16, formats=("e5m2", "e4m3"), bias=True),
-    dict(m=130, n=391, k=300, block_m=128, block_n=176, swap_ab=False, split_k=1),
+    dict(m=130, n=391, k=300, block_m=128, block_n=176, swap_ab=False, split_k=1, group_m=1),
     dict(m=5, n=200, k=300, block_m=8, block_n=128, swap_ab=True, split_k=1),
     dict(m=30, n=201, k=300, block_m=32, block_n=256, swap_ab=True, split_k=1, bias=True),
     dict(m=5, n=200, k=1030, block_m=16, block_n=64, swap_ab=True, split_k=3),
@@ -60,8 +61,10 @@ def dense(m, n, k, recipes=BLOCKS, formats=("e4m3", "e4m3"), dtype=BF16, bias=Fa
     dict(m=260, n=200, k=300, recipes=GRADIENT, block_m=256, block_n=128, swap_ab=False, split_k=1, dtype=FP32),
     dict(m=130, n=200, k=300, recipes=("row", "row"), interval=None, block_m=128, block_n=256, swap_ab=False, split_k=1),
     dict(m=130, n=200, k=700, recipes=("row", "tensor"), interval=None, block_m=128, block_n=64, swap_ab=False, split_k=2),
-    dict(m=13, n=200, k=700, recipes=("row", "row"), interval=256, block_m=16, block_n=64, swap_ab=True, split_k=2),
+    dict(m=13, n=200, k=600, recipes=("row", "row"), interval=256, block_m=16, block_n=64, swap_ab=True, split_k=2),  # half an interval is left
     dict(m=13, n=200, k=700, recipes=("tensor", "row"), interval=128),
+    dict(m=260, n=40, k=300, recipes=("tensor", "tensor"), interval=None, block_m=256, block_n=64, swap_ab=False, split_k=1),
+    dict(m=260, n=40, k=300, block_m=256, block_n=64, swap_ab=False, split_k=2),  # as above: two rounds, neither of them stored late
     dict(m=1, n=1, k=1), dict(m=3, n=33, k=576), dict(m=17, n=96, k=2000, batch_invariant=True),
 ], ids=str)  # fmt: skip
 def test_dense(case):
@@ -118,21 +121,22 @@ def offsets_of(sizes) -> torch.Tensor:
     return torch.tensor([0, *sizes]).cumsum(0).to(DEVICE, torch.int32)
 
 
-def contiguous(counts, n, k, rows_after=0, used=None, dtype=BF16, **overrides):
+def contiguous(counts, n, k, rows_after=0, used=None, dtype=BF16, accumulate=False, **overrides):
     """used: rows of each group that are tokens, where groups are padded."""
     m = sum(counts) + rows_after
     a, _ = check.problem(m, 1, k, recipes=BLOCKS, device=DEVICE)
     each, data, scale = weights(len(counts), n, k)
     offsets = offsets_of(counts)
     ends = None if used is None else offsets[:-1] + torch.tensor(used, dtype=torch.int32, device=DEVICE)
-    out = poisoned(m, n, dtype=dtype)
+    out = torch.randn(m, n, device=DEVICE).to(dtype) if accumulate else poisoned(m, n, dtype=dtype)
     want = out.clone()
-    problem = Problem("contiguous", m, n, k, len(counts), *BLOCKS, out_dtype=dtype)
+    problem = Problem("contiguous", m, n, k, len(counts), *BLOCKS, out_dtype=dtype, accumulate=accumulate)
     kernels.run(problem, Operands(a.data, data, a.scale, scale, offsets=offsets, ends=ends), out, **overrides)
     for group, b in enumerate(each):
         rows = slice(int(offsets[group]), int(offsets[group + 1] if ends is None else ends[group]))
         if rows.start < rows.stop:
-            want[rows] = reference.matmul_hopper(ScaledTensor(a.data[rows], a.scale[rows].contiguous(), "1x128"), b, out_dtype=dtype)
+            of_group = ScaledTensor(a.data[rows], a.scale[rows].contiguous(), "1x128")
+            want[rows] = reference.matmul_hopper(of_group, b, out_dtype=dtype, c=want[rows] if accumulate else None)
     assert torch.equal(bits(out), bits(want))  # rows of no group are as they were
 
 
@@ -167,6 +171,7 @@ def k_grouped(sizes, m, n, accumulate=False, **overrides):
         assert torch.equal(bits(out[group]), bits(want)), f"group {group}"
 
 
+SQUARE = dict(block_m=64, block_n=64, swap_ab=False)
 TILES = [{}, dict(block_m=128, block_n=128, swap_ab=False), dict(block_m=256, block_n=112, swap_ab=False), dict(block_m=16, block_n=64, swap_ab=True)]
 
 
@@ -177,17 +182,20 @@ def test_grouped(tile):
 
 
 def test_contiguous_corners():
-    contiguous([0] * 40 + [7] + [0] * 30 + [9, 1], 72, 200)  # more groups than a warp looks at together
+    contiguous([0] * 40 + [7] + [0] * 30 + [9, 1] + [0] * 30 + [3], 72, 200, num_sms=4)  # more groups than a warp looks at together, twice
     contiguous([8, 16], 64, 128, used=[5, 16], rows_after=4)  # groups padded by the caller
     contiguous([0, 0, 0], 64, 128, rows_after=5)
     contiguous([1], 33, 100)
     contiguous([64, 64], 72, 128, dtype=FP32)
+    contiguous([3, 15], 64, 128, rows_after=1, **SQUARE)  # a group ends one row before 16 rows of a warp do
+    contiguous([5, 3], 64, 128, dtype=FP32, accumulate=True, **SQUARE)  # rows that TMA cannot add
 
 
 def test_masked_corners():
     masked([0, 0], 8, 40, 130)
     masked([3], 3, 40, 130)
     masked([130, 129], 130, 24, 130, block_m=128, block_n=16, swap_ab=False)  # a largest size that is no multiple of the tile
+    masked([15, 31], 32, 64, 128, **SQUARE)
 
 
 @pytest.mark.parametrize("tile", [dict(block_m=64, block_n=48, swap_ab=False), dict(block_m=16, block_n=64, swap_ab=True)], ids=str)
@@ -212,6 +220,31 @@ def test_sizes_beyond_the_tensors_touch_nothing_outside(tile):
     for group, rows in enumerate((slice(0, 3), slice(3, 15), slice(15, 20))):
         want[rows] = reference.matmul_hopper(ScaledTensor(tokens[0].data[rows], tokens[0].scale[rows].contiguous(), "1x128"), each[group])
     assert torch.equal(bits(out), bits(want))
+
+
+def test_groups_of_k_beyond_the_tensors_add_nothing():
+    a, b = check.problem(40, 72, 256, recipes=GRADIENT, device=DEVICE)
+    out = poisoned(2, 40, 72, dtype=FP32)
+    offsets = torch.tensor([-200, 128, 400], dtype=torch.int32, device=DEVICE)
+    kernels.run(Problem("k_grouped", 40, 72, 256, 2, *GRADIENT, out_dtype=FP32), Operands(a.data, b.data, a.scale, b.scale, offsets=offsets), out)
+    for group in range(2):
+        part = [ScaledTensor(x.data.split(128, 1)[group].contiguous(), x.scale[:, group : group + 1].contiguous(), "1x128") for x in (a, b)]
+        assert torch.equal(bits(out[group]), bits(reference.matmul_hopper(*part, out_dtype=FP32))), f"group {group}"
+
+
+@pytest.mark.parametrize("tile", [SQUARE, dict(block_m=16, block_n=64, swap_ab=True)], ids=str)
+def test_outputs_beyond_two_billion(tile):
+    """An int overflows where the last group begins. The memory in front of it is reserved, never touched."""
+    groups, rows, n, k = 33, 1 << 20, 64, 16
+    a, b = check.problem(3, n, k, recipes=BLOCKS, device=DEVICE)
+    data = torch.empty(groups, rows, k, dtype=torch.uint8, device=DEVICE)
+    scale, out = torch.empty(groups, rows, 1, device=DEVICE), torch.empty(groups, rows, n, dtype=BF16, device=DEVICE)
+    data[-1, :3], scale[-1, :3], out[-1, :4] = a.data.view(torch.uint8), a.scale, 7
+    b_data, b_scale = b.data.view(torch.uint8).repeat(groups, 1, 1).view(b.data.dtype), b.scale.repeat(groups, 1, 1)
+    sizes = torch.tensor([0] * (groups - 1) + [3], dtype=torch.int32, device=DEVICE)
+    operands = Operands(data.view(a.data.dtype), b_data, scale, b_scale, masked_m=sizes)
+    kernels.run(Problem("masked", rows, n, k, groups), operands, out, **tile, num_sms=1)
+    assert out[:-1].numel() == 2**31 and torch.equal(bits(out[-1, :3]), bits(reference.matmul_hopper(a, b))) and (out[-1, 3] == 7).all()
 
 
 def test_k_grouped():
@@ -291,6 +324,17 @@ def test_kernels_compile_without_spills_or_injected_waits():
         problem = Problem(kind, 512, 512, k, 1 if kind == "dense" else 4, *recipes, out_dtype=dtype, interval=interval)
         made = kernels.kernel(tuple(kernels.constants_of(problem, plan(problem, 132, **overrides)).items()))
         assert made.compiled.problems == [], (kind, overrides)
+
+
+def test_nothing_is_read_or_written_while_the_kernel_before_may_still_write():
+    """It is launched early, so griddepcontrol.wait comes first. The simulator runs kernels one after another: no result would say so."""
+    for kind, recipes, groups in (("dense", BLOCKS, 1), ("contiguous", BLOCKS, 4), ("masked", BLOCKS, 4), ("k_grouped", GRADIENT, 4)):
+        problem = Problem(kind, 512, 512, 1024, groups, *recipes, out_dtype=FP32 if kind == "k_grouped" else BF16)
+        ptx = kernels.kernel_of(problem, plan(problem, 132)).compiled.ptx
+        before, after = ptx[ptx.index(".entry gemm") :].split("griddepcontrol.wait;")
+        touched = r"\b(?:ld|st|atom|red|cp)\.(?:[a-z]+\.)*(?:global|tensor)"
+        assert not re.search(touched, before) and re.search(touched, after), kind
+        assert ".nc." not in after and "griddepcontrol.launch_dependents;" in after, kind
 
 
 QGMMA, R2UR = 0x9F3, 0x2CA  # opcodes: wgmma for FP8; a register's value to a uniform register

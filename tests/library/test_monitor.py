@@ -65,12 +65,25 @@ def test_counts_and_amax():
     assert set(watch.snapshot()["layers"]) == {"enter", "moe"} and watch.snapshot()["layers"]["moe"]["calls"] == 0
 
 
-def test_output_overflow_is_counted():
+def test_calls_without_rows_leave_the_history_in_order():
+    layer, x = Linear(260, 70), torch.ones(3, 260)
+    watch = Monitor(layer, error_rate=0, history=3)
+    want = []
+    for i in (1, 2, 0, 3, 0, 0, 4, 5, 0):
+        layer(x * i if i else x[:0])
+        want += [float(i)] * bool(i)
+        assert watch.snapshot()["layers"][""]["amax"] == want[-3:]
+    assert watch.snapshot()["layers"][""]["calls"] == 9 and 'fp8_gemm_amax{layer=""} 5.0' in watch.prometheus()
+
+
+def test_output_overflow_is_counted_and_not_blamed_on_fp8():
+    """65504 is the largest float16: the exact result does not fit either, and no FP32 product would help."""
     layer = Linear(256, 8, bias=False)
     torch.nn.init.ones_(layer.weight)
-    watch = Monitor(layer, error_rate=0)
+    watch = Monitor(layer, error_rate=1)
     layer(torch.full((2, 256), 1000.0, dtype=torch.float16))
-    assert watch.snapshot()["layers"][""]["output_inf"] == 16
+    record = watch.snapshot()["layers"][""]
+    assert record["output_inf"] == 16 and record["worst_error"] == 0 and record["fallback"] is None
 
 
 @pytest.mark.parametrize("format, largest, half_step", [("e4m3", 448, 16), ("e5m2", 57344, 4096)])
@@ -113,6 +126,9 @@ def test_worst_row_error():
     assert worst_row_error(torch.zeros(3, 4), torch.zeros(3, 4)) == 0
     assert worst_row_error(torch.ones(3, 4), torch.zeros(3, 4)) == torch.inf
     assert worst_row_error(torch.zeros(0, 4), torch.zeros(0, 4)) == 0
+    exact = torch.tensor([[7e4, 1.0], [6e4, 1.0]])  # float16 ends at 65504
+    assert worst_row_error(exact.half(), exact) < 1e-3
+    assert worst_row_error(torch.full((2, 2), torch.inf, dtype=torch.float16), exact) == torch.inf  # 6e4 had fitted
 
 
 @pytest.mark.parametrize("rate, calls, sampled", [(1, 5, 5), (0.5, 5, 3), (0.01, 5, 1), (0, 5, 0)])
@@ -265,6 +281,16 @@ def test_refusals():
             Monitor(layer, error_rate=rate)
     with refused(ValueError, "history", "0"):
         Monitor(layer, history=0)
+    for history in (1.5, True, "64"):
+        with refused(TypeError, "history", repr(history), "an integer, at least 1"):
+            Monitor(layer, history=history)
+    for rate in (True, "0.1"):
+        with refused(TypeError, "error_rate", repr(rate), "0 (never) to 1"):
+            Monitor(layer, error_rate=rate)
+    with refused(ValueError, "error_rate", "5e-324", "pass 0"):
+        Monitor(layer, error_rate=5e-324)
+    with refused(TypeError, "error is True", "positive number"):
+        Limits(error=True)
     with refused(ValueError, "kernel_error", "-1", "positive"):
         Limits(kernel_error=-1)
     with refused(ValueError, "no Linear", "convert"):
@@ -273,7 +299,12 @@ def test_refusals():
     with refused(ValueError, "another Monitor", "close()"):
         Monitor(layer)
     first.close()
-    Monitor(layer)
+    second = Monitor(layer, error_rate=0)
+    first.close()  # again: ends nothing of the second
+    layer(random(5, 260))
+    assert second.snapshot()["layers"][""]["calls"] == 1
+    second.close()
+    assert layer.monitor is None
 
 
 def test_a_compiled_layer_says_that_it_is_watched():

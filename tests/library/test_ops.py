@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import calc_diff, ints, random, refused
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from fp8_gemm import (
     ScaledTensor,
@@ -14,7 +15,9 @@ from fp8_gemm import (
     quantize,
     quantize_grouped,
     quantize_k_grouped,
+    swiglu_quantize,
 )
+from fp8_gemm.nn import Experts, Linear
 
 BF16, FP32 = torch.bfloat16, torch.float32
 X, W, E = random(6, 260), random(12, 260, seed=1), random(3, 12, 260, seed=2)
@@ -43,7 +46,9 @@ OPERATORS = {
     "k_grouped": ((X, None, W, None, K_OFFSETS, None, FP32, None, "e4m3", ""),
                   (leaf(X), None, leaf(W), None, K_OFFSETS, ints(90, 100, 200), FP32, None, "e4m3", "")),
     "quantize": ((X, "1x128", "e4m3", 0, False), (W, "128x128", "e5m2", 1, True), (X, "row", "e4m3", 0, False)),
-    "quantize_grouped": ((E, "128x128", "e4m3", 0, False), (E, "tensor", "e5m2", 2, False)),
+    "quantize_grouped": ((E, "128x128", "e4m3", 0, False), (E, "tensor", "e5m2", 2, False),
+                         (E[:, :7], "1x128", "e4m3", 0, False)),
+    "pack_k_groups": ((X, K_OFFSETS, None), (random(260, 6).t(), K_OFFSETS, ints(90, 100, 200)), (X[:, :0], ints(0, 0), None)),
     "gemm_out": ((X, None, W, None, None, *HOW[:5], False, "", torch.zeros(6, 12, dtype=BF16)),
                  (*pair(X, "1x128"), *pair(W, "128x128"), None, *HOW[:5], True, "", torch.zeros(6, 12, dtype=BF16))),
     "grouped_out": ((X, None, E, None, OFFSETS, None, *HOW[:5], "", torch.zeros(6, 12, dtype=BF16)),),
@@ -206,6 +211,46 @@ def test_gradients_of_k_groups():
     assert_close_gradients(gradients(got, a, b, c), gradients(want, a, b, c))
 
 
+@pytest.mark.parametrize("run", [
+    lambda x: gemm(x, W), lambda x: gemm(W, x, out_dtype=FP32), lambda x: gemm(x, quantize(W, "128x128")),
+    lambda x: gemm(quantize(x), W),
+    lambda x: gemm(W, W, c=x[:, :12].repeat(2, 1), out_dtype=FP32), lambda x: gemm(W, W, bias=x[:2, :6].flatten()),
+    lambda x: grouped_gemm(x, E, counts=COUNTS), lambda x: masked_gemm(x.expand(3, 6, 260), E, MASKED),
+    lambda x: k_grouped_gemm(x, W, K_OFFSETS), lambda x: quantize(x).dequantize(),
+    lambda x: quantize_grouped(x[None]).dequantize(),
+    lambda x: swiglu_quantize(x).dequantize(), lambda x: quantize_k_grouped(x, K_OFFSETS)[0].dequantize(), Linear(260, 12),
+    Linear(260, 12).requires_grad_(False), Experts(2, 260, 12), Experts(2, 260, 12, layout="masked").requires_grad_(False),
+])  # fmt: skip
+def test_forward_mode_is_refused(run):
+    """A tangent would come out as zero, or not at all."""
+    with refused(ValueError, "forward-mode tangent", "backward()", "detach()"):
+        torch.func.jvp(run, (X,), (torch.ones_like(X),))
+    with forward_ad.dual_level(), torch.no_grad():
+        dual = forward_ad.make_dual(X, torch.ones_like(X))
+        with refused(ValueError, "forward-mode tangent"):
+            run(dual)
+        run(dual.detach())
+        run(X)
+
+
+def test_forward_mode_is_refused_under_compile():
+    torch._dynamo.reset()
+    with refused(ValueError, "forward-mode tangent"):
+        torch.compile(lambda x: torch.func.jvp(lambda x: gemm(x, W), (x,), (torch.ones_like(x),)), backend="eager")(X)
+
+
+def test_functional_transforms_raise():
+    for transform in (torch.func.grad, torch.func.vjp, torch.func.jacrev):
+        with pytest.raises(RuntimeError, match="functorch transforms"):
+            transform(lambda x: gemm(x, W).float().sum(), *[X] * (transform is torch.func.vjp))(X)
+    with pytest.raises(RuntimeError, match="vmap"):
+        torch.func.vmap(lambda x: gemm(x, W))(X[None])
+    x = leaf(X)
+    (first,) = torch.autograd.grad(gemm(x, W, out_dtype=FP32).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        first.sum().backward()
+
+
 def test_no_gradient_no_detour():
     assert not gemm(leaf(X), W).detach().requires_grad and gemm(leaf(X), W).requires_grad
     with torch.no_grad():
@@ -237,13 +282,57 @@ def test_compile_a_layer_and_its_gradients_without_graph_breaks():
 def test_compile_with_a_new_m_does_not_compile_again():
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    step = torch.compile(lambda x: gemm(x, W) * 2, fullgraph=True, backend=counter, dynamic=True)
-    for rows in (3, 5, 17, 64):
+    w8 = quantize(W, "128x128")
+    layers = [lambda x: gemm(x, W) * 2, lambda x: gemm(quantize(x), w8), lambda x: quantize(x).dequantize(),
+              lambda x: quantize_grouped(x.expand(2, *x.shape), "1x128").dequantize(),
+              lambda x: swiglu_quantize(x).dequantize()]  # fmt: skip
+    for layer in layers:
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        step = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+        for rows in (5, 6, 7, 8, 17, 64):  # the scales of 1x128 are padded to multiples of four rows
+            x = random(rows, 260)
+            assert torch.equal(step(x), layer(x))
+        assert counter.frame_count == 1
+
+
+def test_export_for_any_m():
+    class Layer(torch.nn.Module):
+        def forward(self, x):
+            return gemm(quantize(x), w8)
+
+    w8 = quantize(W, "128x128")
+    program = torch.export.export(Layer(), (X,), dynamic_shapes={"x": {0: torch.export.Dim("m", min=2, max=1000)}})
+    for rows in (2, 7, 400):
         x = random(rows, 260)
-        assert torch.equal(step(x), gemm(x, W) * 2)
-    assert counter.frame_count == 1
+        assert torch.equal(program.module()(x), gemm(quantize(x), w8))
+
+
+@pytest.mark.parametrize("kind", ["grouped", "masked"])
+def test_weight_gradients_are_operators_when_compiled(kind):
+    """Inductor fails on the look-ups of pack_k_groups behind a masked GEMM, so they must not be in the graph."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    backward = []
+
+    def keep(graph, inputs):
+        backward.append(graph)
+        return make_boxed_func(graph.forward)
+
+    def experts(x, w):
+        return grouped_gemm(x, w, counts=COUNTS) if kind == "grouped" else masked_gemm(x, w, MASKED)
+
+    given = [X if kind == "grouped" else STACK, E]
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=keep)
+    got, want = [leaf(t) for t in given], [leaf(t) for t in given]
+    torch.compile(experts, fullgraph=True, backend=backend)(*got).sum().backward()
+    experts(*want).sum().backward()
+    assert all(torch.equal(g.grad, w.grad) for g, w in zip(got, want))
+    called = [str(node.target) for node in backward[0].graph.nodes if node.op == "call_function"]
+    assert called.count("fp8_gemm.pack_k_groups.default") == 2
+    assert not any("searchsorted" in name or "index" in name for name in called)
 
 
 def test_compile_from_quantising_to_fp8_output():

@@ -1,8 +1,10 @@
 """Layers over several ranks, on two CPU processes with gloo: the results and gradients of one process, and what fails."""
 
+import copy
 import datetime
 import json
 import os
+import pickle
 import time
 
 import pytest
@@ -297,6 +299,115 @@ def test_every_collective_is_waited_for(pair):
     assert pair.run(collectives_wait) == [True, True]
 
 
+# ---------------------------------------------------------------- new layers, copies, mixed gradients
+
+
+def gathered(tensor, size):
+    parts = [torch.empty_like(tensor) for _ in range(size)]
+    dist.all_gather(parts, tensor.detach())
+    return parts
+
+
+def fresh(rank, size):
+    """From one seed on all ranks: together the slices are like one layer's weight, and the generators stay alike."""
+    torch.manual_seed(7)
+    column, row = ColumnParallelLinear(512, 256), RowParallelLinear(512, 256)
+    moe = ExpertParallelExperts(4, 192, 72)
+    next_draw = torch.rand(3)
+    assert all(torch.equal(part, next_draw) for part in gathered(next_draw, size))
+    all_experts = lambda weight: [*torch.cat(gathered(weight, size))]  # noqa: E731
+    whole = [(gathered(column.weight, size), 512), (gathered(column.bias, size), 512), (gathered(row.weight, size), 512),
+             (all_experts(moe.gate_up), 192), (all_experts(moe.down), 72)]  # fmt: skip
+    for parts, fan_in in whole:
+        assert not any(torch.equal(a, b) for i, a in enumerate(parts) for b in parts[:i])
+        drawn, bound = torch.cat([part.flatten() for part in parts]), fan_in**-0.5
+        assert 0.98 * bound < drawn.abs().max() <= bound and abs(drawn.std() - bound / 3**0.5) < 0.05 * bound
+    assert not row.bias.any() and all(torch.equal(part, moe.router) for part in gathered(moe.router, size))
+
+    torch.manual_seed(7)
+    again, before = ColumnParallelLinear(512, 256), column.weight.detach().clone()
+    assert torch.equal(again.weight, before) and torch.equal(again.bias, column.bias)
+    for layer in (column, row, moe):
+        old = [parameter.detach().clone() for parameter in layer.parameters()]
+        layer.reset_parameters()
+        assert all(not torch.equal(a, b) or not b.any() for a, b in zip(old, layer.parameters()))
+    assert all(torch.equal(part, moe.router) for part in gathered(moe.router, size)) and not row.bias.any()
+    assert ColumnParallelLinear(512, 256, device="meta").weight.is_meta
+
+
+def test_new_layers_of_one_seed_are_slices_of_one(pair):
+    pair.run(fresh)
+
+
+def gradients_on_one_rank(rank, size, layer, trained):
+    """The second rank's x has no gradient: both ranks' backward passes end, with the gradients that they have otherwise."""
+    if layer == "experts":
+        module, data = ExpertParallelExperts.from_experts(experts(), chunks=2), tokens_of("no tokens here")
+    elif layer == "column":
+        module, data = ColumnParallelLinear.from_linear(linear(192, 256)), [(random(9, 192),)] * 2
+    else:
+        module, data = RowParallelLinear.from_linear(linear(256, 192), input_is_parallel=False), [(random(9, 256),)] * 2
+    if trained == "frozen":
+        module.freeze()
+    module.requires_grad_(trained == "all" or (trained == "first rank's" and rank == 0))
+    got = []
+    for alike in (True, False):
+        x, *routing = data[rank]
+        x = x.clone().requires_grad_(alike or rank == 0)
+        module.zero_grad(set_to_none=True)
+        y = module(x, *routing)
+        assert y.requires_grad
+        y.square().sum().backward()
+        got.append([x.grad if rank == 0 else None, *(parameter.grad for parameter in module.parameters())])
+    for a, b in zip(*got):
+        assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+    assert rank == 1 or got[0][0].any()
+
+
+@pytest.mark.parametrize("layer, trained", [
+    ("experts", "all"), ("experts", "none"), ("experts", "frozen"), ("experts", "first rank's"),
+    ("column", "all"), ("row", "all"),
+])  # fmt: skip
+def test_a_rank_without_a_gradient_takes_part_in_the_backward_pass(pair, layer, trained):
+    pair.run(gradients_on_one_rank, layer, trained)
+
+
+def recorded_on_one_rank(rank, size):
+    """Chunks are given up by all ranks if one records gradients."""
+    layer = ExpertParallelExperts.from_experts(experts("fp32"), chunks=3)
+    data = tokens_of("uneven")[rank]
+    with torch.no_grad():
+        want = layer(*data)
+    with torch.set_grad_enabled(rank == 0):
+        got = layer(*data)
+    assert got.requires_grad == (rank == 0) and calc_diff(got, want) < 1e-9
+
+
+def test_gradients_recorded_on_one_rank_give_the_same_results(pair):
+    pair.run(recorded_on_one_rank)
+
+
+def copied(rank, size):
+    group, x = dist.new_group(), random(9, 192)
+    makers = [lambda group: ColumnParallelLinear(192, 256, group=group),
+              lambda group: RowParallelLinear(192, 256, group=group, input_is_parallel=False),
+              lambda group: ExpertParallelExperts(4, 192, 72, group=group)]  # fmt: skip
+    for make in makers:
+        layer = make(group)
+        for other in (copy.deepcopy(layer), copy.copy(layer), copy.deepcopy(torch.nn.Sequential(layer))[0]):
+            assert other.group is group and layer.group is group
+            assert torch.equal(other(x), layer(x))
+        assert next(copy.deepcopy(layer).parameters()) is not next(layer.parameters()) is next(copy.copy(layer).parameters())
+        with refused(TypeError, "group", "cannot be pickled", "state_dict()", "group=None"):
+            pickle.dumps(torch.nn.Sequential(layer))
+        default = make(None)
+        assert torch.equal(pickle.loads(pickle.dumps(default))(x), default(x))
+
+
+def test_copies_share_the_group_and_pickles_refuse_it(pair):
+    pair.run(copied)
+
+
 # ---------------------------------------------------------------- the benchmark
 
 
@@ -383,6 +494,18 @@ def refusals(rank, size):
         ExpertParallelExperts(3, 8, 8)
     with refused(ValueError, "chunks", "0"):
         ExpertParallelExperts(4, 8, 8, chunks=0)
+    for chunks in (1.5, True, "2"):
+        with refused(TypeError, "chunks", repr(chunks), "an integer, at least 1"):
+            ExpertParallelExperts(4, 8, 8, chunks=chunks)
+    for x in (torch.ones(3, 1), torch.ones(3, 4), torch.ones(())):
+        with refused(ValueError, f"x has shape {tuple(x.shape)}", "(…, 8)", "all ranks' features"):
+            RowParallelLinear(8, 4, input_is_parallel=False)(x)
+    with refused(ValueError, "x has shape (3, 8)", "(…, 4)", "input_is_parallel=False"):
+        RowParallelLinear(8, 4)(torch.ones(3, 8))
+    for make, layer in ((ColumnParallelLinear.from_linear, Linear(8, 8)), (RowParallelLinear.from_linear, Linear(8, 8)),
+                        (ExpertParallelExperts.from_experts, Experts(4, 8, 8))):  # fmt: skip
+        with refused(ValueError, "layer is frozen", "Slice first, then freeze()"):
+            make(layer.freeze())
 
 
 def test_refusals(pair):

@@ -284,7 +284,10 @@ def test_a_plan_of_the_table_computes_the_same_on_a_gpu(real_gpu):
     b'{"overrides": {"swap_ab": 1, "block_m": 64, "block_n": 64, "split_k": 1}, "seconds": 1}',
     b'{"overrides": {"swap_ab": false, "block_m": 64, "block_n": 64, "split_k": 1}, "seconds": "fast"}',
     b'{"overrides": {"swap_ab": false, "block_m": 100, "block_n": 60, "split_k": 1}, "seconds": 1}',
-])  # fmt: skip
+    *(b'{"overrides": {"swap_ab": false, "block_m": 64, "block_n": 64, "split_k": 1}, "seconds": %s}' % seconds
+      for seconds in (b"1" + 400 * b"0", b"1" + 5000 * b"0", b"true", b"Infinity", b"NaN", b"1e999", b"0")),
+    100_000 * b"[",
+], ids=lambda content: str(content[:100]))  # fmt: skip
 def test_a_damaged_file_is_a_warning_and_costs_only_itself(gpu, content):
     done, other = fp8_gemm.tune([DENSE, PROBLEMS[1]])
     done.path.write_bytes(content)

@@ -76,6 +76,11 @@ BYTES = torch.zeros(64, 256, dtype=torch.uint8)
     (BYTES, dict(box=(16, 8), element_strides=(2, 1)), ValueError, "the innermost 1"),
     (BYTES, dict(box=(16, 8), l2_promotion=32), ValueError, "l2_promotion: 32"),
     (BYTES, dict(box=(16, 8), fill_nan=True), ValueError, "fill_nan: only for float16"),
+    (BYTES, dict(box=(16.5, 1)), TypeError, r"box: \(16.5, 1\); it must be a tuple of integers"),
+    (BYTES, dict(box=16), TypeError, "box: 16; it must be a tuple of integers"),
+    (BYTES, dict(box=(16, 8), element_strides=(1, 1.5)), TypeError, r"element_strides: \(1, 1.5\); it must be a tuple"),
+    (BYTES, dict(box=(16, 8), swizzle=32.0), ValueError, "swizzle: 32.0 bytes; allowed are"),
+    (BYTES, dict(box=(16, 8), l2_promotion=64.0), ValueError, "l2_promotion: 64.0; allowed are"),
 ])  # fmt: skip
 def test_refusals(tensor, options, error, message):
     with pytest.raises(error, match=message):

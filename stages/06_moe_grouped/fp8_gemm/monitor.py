@@ -14,6 +14,7 @@ import math
 import time
 import warnings
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 
@@ -28,6 +29,12 @@ CAST_COUNTS = ("saturated", "zero_after_cast")  # elements, of the rows of sampl
 SAMPLED_ROWS = 256  # of a sampled call, recomputed at most: spread evenly, so that a wrong tile shows
 
 
+def _check_number(name: str, value, kind: type, what: str) -> None:
+    """Refuse what is no number of that kind: True is none, although Python counts it as 1."""
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise TypeError(f"{name} is {value!r}; it must be {what}")
+
+
 @dataclass(frozen=True)
 class Limits:
     """When a layer moves to the FP32 fallback. Relative errors of the worst row, |y - exact| / |exact| in the 2-norm.
@@ -37,7 +44,7 @@ class Limits:
     kernel_error  against the reference backend on the same FP8 operands: what the kernel adds to that. About 0.005 for
                   bfloat16 results; one wrong tile is far above
 
-    None: recorded, without consequence. Raises ValueError for limits that are not positive.
+    None: recorded, without consequence. Raises TypeError or ValueError for limits that are not positive numbers.
     """
 
     error: float | None = 0.2
@@ -46,7 +53,10 @@ class Limits:
     def __post_init__(self):
         for name in ("error", "kernel_error"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if value is None:
+                continue
+            _check_number(name, value, Real, "a positive number, or None for no limit")
+            if not value > 0:
                 raise ValueError(f"{name} is {value!r}; it must be positive, or None for no limit")
 
 
@@ -68,9 +78,10 @@ def cast_losses(x: torch.Tensor, scaled: ScaledTensor) -> dict[str, torch.Tensor
 def worst_row_error(y: torch.Tensor, exact: torch.Tensor) -> float:
     """max over rows of |y - exact| / |exact|, 2-norms of rows (rows, N); the worst, since a mean hides one wrong row.
 
-    Rows whose exact result is not finite are left out; a result that is not finite where it should be is an error of inf.
+    Rows whose exact result is not finite, or not in y's type, are left out; a result that is not finite where it should be is an
+    error of inf.
     """
-    finite = torch.isfinite(exact).all(dim=1)
+    finite = torch.isfinite(exact.to(y.dtype)).all(dim=1)
     off = (y.float() - exact.float()).norm(dim=1)
     relative = torch.where(off == 0, 0.0, off / exact.float().norm(dim=1)).nan_to_num(nan=math.inf, posinf=math.inf)
     return float(torch.where(finite, relative, 0.0).amax()) if y.shape[0] else 0.0
@@ -82,6 +93,7 @@ class _Probe:
     def __init__(self, name: str, layer: Layer, every: int, history: int, limits: Limits):
         self.name, self.layer, self.every, self.limits = name, layer, every, limits
         self.history, self.calls, self.sampled_calls, self.seconds = history, 0, 0, None
+        self.kept = 0  # amax values so far; calls without rows have none
         self.last = dict.fromkeys(("error", "kernel_error"))
         self.worst = dict.fromkeys(("error", "kernel_error"))
         self.fallback: str | None = None  # why the layer left FP8
@@ -112,7 +124,8 @@ class _Probe:
         found = [torch.isnan(x).sum(), torch.isinf(x).sum(), torch.isnan(y).sum(), torch.isinf(y).sum()]
         self.counts[: len(found)] += torch.stack(found)
         amax = torch.where(torch.isfinite(x), x, 0).abs().amax()
-        self.amax[self.calls % self.history] = amax
+        self.amax[self.kept % self.history] = amax
+        self.kept += 1
 
     def _check(self, y: torch.Tensor, x: torch.Tensor, routing: tuple) -> None:
         """Recompute some rows in FP32 and by the reference backend. Waits for the device."""
@@ -164,7 +177,7 @@ class _Probe:
         amax = []
         if self.counts is not None:
             counts = dict(zip(counts, self.counts.tolist()))
-            start = self.calls % self.history if self.calls > self.history else 0
+            start = self.kept % self.history if self.kept > self.history else 0
             amax = [value for value in self.amax.roll(-start).tolist() if not math.isnan(value)]
         return {
             "precision": str(self.layer.precision), "calls": self.calls, **counts, "amax": amax,
@@ -181,13 +194,17 @@ class Monitor:
     limits      when a layer moves to FP32, with one warning
     gpu         the GPU whose NVML figures snapshot() adds, by NVML's number; None for none
 
-    Raises ValueError for a model without such layers, or with ones that are watched already.
+    Raises TypeError or ValueError, also for a model without such layers, or with ones that are watched already.
     """
 
     def __init__(self, model: torch.nn.Module, *, error_rate: float = 0.01, history: int = 64, limits: Limits = Limits(),
                  gpu: int | None = 0):  # fmt: skip
+        _check_number("error_rate", error_rate, Real, "a number, 0 (never) to 1 (every call)")
+        _check_number("history", history, Integral, "an integer, at least 1")
         if not 0 <= error_rate <= 1:
             raise ValueError(f"error_rate is {error_rate!r}; allowed are 0 (never) to 1 (every call)")
+        if error_rate and math.isinf(1 / float(error_rate)):
+            raise ValueError(f"error_rate is {error_rate!r}, one call in more than a float can count: pass 0 for never")
         if history < 1:
             raise ValueError(f"history is {history!r}; it must be at least 1")
         layers = {name: module for name, module in model.named_modules() if isinstance(module, Layer) and module.watchable}
@@ -201,12 +218,14 @@ class Monitor:
         self._probes = {name: _Probe(name, layer, every, history, limits) for name, layer in layers.items()}
         for probe in self._probes.values():
             # Here and not on the class: disable() loads torch's compiler, two seconds that only those who watch should pay.
-            probe.layer.monitor = torch.compiler.disable(probe, reason="a watched layer keeps its records outside of graphs")
+            probe.hook = torch.compiler.disable(probe, reason="a watched layer keeps its records outside of graphs")
+            probe.layer.monitor = probe.hook
 
     def close(self) -> None:
         """Stop watching. Layers that moved to FP32 stay there. Copies of a watched model are not watched."""
         for probe in self._probes.values():
-            probe.layer.monitor = None
+            if probe.layer.monitor is probe.hook:  # and not that of a Monitor which came after
+                probe.layer.monitor = None
 
     def restore(self, name: str) -> None:
         """Give a layer that moved to FP32 its precision back. Raises ValueError for a layer that did not."""

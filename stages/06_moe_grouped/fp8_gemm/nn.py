@@ -322,13 +322,19 @@ class Experts(Layer):
         self.normalize, self.layout = normalize, layout
 
         def parameter(*shape):
-            bound = 1 / math.sqrt(shape[-1])  # nn.Linear's
-            return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype).uniform_(-bound, bound))
+            return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
         held = held or experts
         self.gate_up, self.down = parameter(held, 2 * intermediate, hidden), parameter(held, hidden, intermediate)
         self.router = parameter(experts, hidden) if router else None
+        self.reset_parameters()
         self.set_precision(precision)
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew, as nn.Linear draws its weight."""
+        for parameter in self.parameters():
+            bound = 1 / math.sqrt(parameter.shape[-1])
+            torch.nn.init.uniform_(parameter, -bound, bound)
 
     def checked(self, precision: Recipe | str) -> Recipe | str:
         """As Linear's; rows of no expert must not reach a scale, so activations are scaled "1x128" or "row".

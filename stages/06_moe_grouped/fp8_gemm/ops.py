@@ -14,10 +14,13 @@ import os
 from dataclasses import dataclass
 
 import torch
+from torch.autograd import forward_ad
 
 from fp8_gemm import dispatch
 from fp8_gemm.problem import check_bias, check_device, check_no_grad, check_out, describe, layout, plain_bias
-from fp8_gemm.quantize import GroupedTensor, ScaledTensor, pack_k_groups, quantize, quantize_grouped, quantize_k_grouped
+from fp8_gemm.quantize import (
+    GroupedTensor, ScaledTensor, check_no_tangent, pack_k_groups, quantize_grouped_now, quantize_k_grouped, quantize_now,
+)  # fmt: skip
 from hopperlab.quantize import BLOCK, RECIPES, scale_shape
 
 ACTIVATION, WEIGHT = "1x128", "128x128"  # recipes of gradients, and of the weights they are multiplied with
@@ -27,11 +30,11 @@ ACTIVATION, WEIGHT = "1x128", "128x128"  # recipes of gradients, and of the weig
 
 
 def _matrix(operand: torch.Tensor | ScaledTensor, recipe: str) -> ScaledTensor:
-    return quantize(operand, recipe) if isinstance(operand, torch.Tensor) else operand
+    return quantize_now(operand, recipe, "e4m3", 0, False) if isinstance(operand, torch.Tensor) else operand
 
 
 def _stack(operand: torch.Tensor | GroupedTensor, recipe: str) -> GroupedTensor:
-    return quantize_grouped(operand, recipe) if isinstance(operand, torch.Tensor) else operand
+    return quantize_grouped_now(operand, recipe, "e4m3", 0, False) if isinstance(operand, torch.Tensor) else operand
 
 
 @dataclass(slots=True, eq=False)
@@ -231,8 +234,22 @@ def _register_quantize(name: str, function) -> None:
         data, shape = torch.empty(x.shape, dtype=dtype, device=x.device), (*x.shape[:-2], *scale_shape(recipe, *x.shape[-2:]))
         if recipe != "1x128":
             return data, torch.empty(shape, dtype=torch.float32, device=x.device)
-        rows = math.prod(x.shape[:-1])  # M-major, the matrices of a stack one after another
-        return data, torch.empty(shape[-1], (rows + 3) // 4 * 4, dtype=torch.float32, device=x.device)[:, :rows].t().view(shape)
+        # M-major, the matrices of a stack one after another. Rounded up in a form of which the tracer knows that it is not less.
+        rows = math.prod(x.shape[:-1])
+        strides = (*x.shape[1:-1], 1, rows + -rows % 4)
+        return data, torch.empty_strided(shape, strides, dtype=torch.float32, device=x.device)
+
+    operator.register_fake(fake)
+
+
+def _register_packing() -> None:
+    """pack_k_groups for weight gradients: one operator, since torch.compile's Inductor fails on the look-ups it consists of."""
+    schema = "(Tensor x, Tensor offsets, Tensor? ends) -> (Tensor, Tensor)"
+    operator = torch.library.custom_op("fp8_gemm::pack_k_groups", pack_k_groups, mutates_args=(), schema=schema)
+
+    def fake(x, offsets, ends):
+        groups = offsets.shape[0] - 1
+        return x.new_empty(x.shape[0], BLOCK * (x.shape[1] // BLOCK + groups)), torch.empty_like(offsets, dtype=torch.int32)
 
     operator.register_fake(fake)
 
@@ -288,9 +305,9 @@ def _gemm_backward(ctx, grad):
 
 def _weight_gradient(grad, source, offsets, ends, dtype, backend, grad_format, shared):
     """dB (G, N, K): for each group of rows, dDᵀ · A."""
-    packed_grad, packed_offsets = pack_k_groups(grad.t(), offsets, ends)
-    packed_source, _ = pack_k_groups(source.t(), offsets, ends)
-    quantize_op = torch.ops.fp8_gemm.quantize
+    pack_op, quantize_op = torch.ops.fp8_gemm.pack_k_groups, torch.ops.fp8_gemm.quantize
+    packed_grad, packed_offsets = pack_op(grad.t(), offsets, ends)
+    packed_source, _ = pack_op(source.t(), offsets, ends)
     return torch.ops.fp8_gemm.k_grouped(
         *quantize_op(packed_grad, ACTIVATION, grad_format, 0, False), *quantize_op(packed_source, ACTIVATION, "e4m3", 0, False),
         packed_offsets, None, torch.float32, backend, grad_format, shared,
@@ -349,8 +366,9 @@ def _k_grouped_backward(ctx, grad):
 _BACKWARD = {"gemm": _gemm_backward, "grouped": _grouped_backward, "masked": _masked_backward, "k_grouped": _k_grouped_backward}
 for _name in _GEMMS:
     _register(_name)
-_register_quantize("quantize", quantize)
-_register_quantize("quantize_grouped", quantize_grouped)
+_register_quantize("quantize", quantize_now)
+_register_quantize("quantize_grouped", quantize_grouped_now)
+_register_packing()
 
 
 # ---------------------------------------------------------------- calling
@@ -360,7 +378,13 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def traced(*operands) -> bool:
-    """Whether a call must go through the operators: gradients, tracing, fake or meta tensors. Plain calls save the detour."""
+    """Whether a call must go through the operators: gradients, tracing, fake or meta tensors. Plain calls save the detour.
+
+    Raises ValueError for an operand that carries a forward-mode tangent.
+    """
+    if forward_ad._current_level >= 0:
+        for operand in operands:
+            check_no_tangent("an operand", operand)
     if torch.compiler.is_compiling():
         return True
     recording = torch.is_grad_enabled()

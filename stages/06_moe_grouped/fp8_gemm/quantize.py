@@ -7,6 +7,7 @@ import functools
 from dataclasses import dataclass
 
 import torch
+from torch.autograd import forward_ad
 
 from hopperlab.formats import CASTABLE, E4M3, E5M2, Format, format_of
 from hopperlab.quantize import BLOCK, RECIPES, ScaledTensor, dequantize, is_m_major, scale_shape, scale_to_m_major
@@ -30,6 +31,30 @@ def quantize(
     Blocks of zeros get scale 1; NaN and Inf become NaN and spare their block's scale. Not differentiable: a gemm of plain
     tensors quantises them itself and is. Raises TypeError or ValueError.
     """
+    check_no_tangent("x", x)
+    if _traced(x, 2):
+        scaled = torch.ops.fp8_gemm.quantize(x.detach(), recipe, format_of(format).name, margin, power_of_two)
+        return ScaledTensor(*scaled, recipe)
+    return quantize_now(x, recipe, format, margin, power_of_two)
+
+
+def check_no_tangent(name: str, x) -> None:
+    """Refuse a tensor that carries a forward-mode derivative, which FP8 data cannot. Raises ValueError."""
+    if forward_ad._current_level >= 0 and isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+        raise ValueError(f"{name} has shape {tuple(x.shape)} and carries a forward-mode tangent (torch.func.jvp, forward_ad), "
+                         "which FP8 products would lose: differentiate in reverse, by backward(), or detach() it")  # fmt: skip
+
+
+def _traced(x, dimensions: int) -> bool:
+    """Whether quantising x is one operator of a graph that is being traced. What else x may be is refused by those that compute.
+
+    Traced through, the padding of M-major scales would make graphs for each M % 4.
+    """
+    return torch.compiler.is_compiling() and isinstance(x, torch.Tensor) and x.dim() == dimensions and x.dtype in CASTABLE
+
+
+def quantize_now(x, recipe, format, margin, power_of_two) -> ScaledTensor:
+    """quantize, computed: what its operator runs."""
     if on_hopper(x):
         from fp8_gemm.kernels import quantize as kernels  # one reading of x, the same bits
 
@@ -129,6 +154,15 @@ def quantize_grouped(
     x: torch.Tensor, recipe: str = "128x128", format: Format | str = "e4m3", margin: int = 0, power_of_two: bool = False
 ) -> GroupedTensor:
     """Quantise each matrix of x, (G, rows, K), by itself. Arguments, arithmetic and errors as quantize."""
+    check_no_tangent("x", x)
+    if _traced(x, 3) and x.shape[0]:
+        scaled = torch.ops.fp8_gemm.quantize_grouped(x.detach(), recipe, format_of(format).name, margin, power_of_two)
+        return GroupedTensor(*scaled, recipe)
+    return quantize_grouped_now(x, recipe, format, margin, power_of_two)
+
+
+def quantize_grouped_now(x, recipe, format, margin, power_of_two) -> GroupedTensor:
+    """quantize_grouped, computed: what its operator runs."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x is a {type(x).__name__}; it must be a torch.Tensor")
     if x.dim() != 3 or x.shape[0] == 0:
@@ -136,9 +170,9 @@ def quantize_grouped(
                          "torch.stack the matrices of the groups")  # fmt: skip
     groups, rows, k = x.shape
     if recipe in ("row", "1x128"):  # no scale spans two rows, so the groups can be quantised as one matrix
-        flat = quantize(x.reshape(groups * rows, k), recipe, format, margin, power_of_two)
+        flat = quantize_now(x.reshape(groups * rows, k), recipe, format, margin, power_of_two)
         return GroupedTensor(flat.data.view(x.shape), flat.scale.view(groups, *scale_shape(recipe, rows, k)), recipe)
-    parts = [quantize(matrix, recipe, format, margin, power_of_two) for matrix in x]
+    parts = [quantize_now(matrix, recipe, format, margin, power_of_two) for matrix in x]
     # torch stacks FP8 on no CPU before 2.12 or so; bytes it always can.
     data = torch.stack([part.data.view(torch.uint8) for part in parts]).view(parts[0].data.dtype)
     return GroupedTensor(data, torch.stack([part.scale for part in parts]), recipe)
@@ -198,10 +232,11 @@ def swiglu_quantize(
     """silu(x[:, :K]) · x[:, K:], computed in FP32 and quantised "1x128": the middle of a gated expert.
 
     x is (rows, 2 K), bfloat16, float16 or float32; the result (rows, K), its scales M-major. On a Hopper GPU one kernel
-    does it, whose exp is its own, so that the simulator gives the same bits; elsewhere torch's silu is used, which may round
-    otherwise. Raises TypeError or ValueError.
+    does it, whose exp is its own, so that the simulator gives the same bits; elsewhere, and under torch.compile, torch's silu is
+    used, which may round otherwise. Raises TypeError or ValueError.
     """
-    if on_hopper(x):
+    check_no_tangent("x", x)
+    if on_hopper(x) and not torch.compiler.is_compiling():
         from fp8_gemm.kernels import quantize as kernels
 
         return kernels.swiglu_quantize(x, format, power_of_two, margin, m_major=True)

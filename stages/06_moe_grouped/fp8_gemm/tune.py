@@ -18,6 +18,7 @@ import json
 import math
 import os
 import re
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable
@@ -292,7 +293,7 @@ def _table(folder: Path) -> dict[str, Entry]:
     for path in paths:
         try:
             entries[path.stem] = _parse(json.loads(path.read_text()))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # the last of JSON that is nested too deeply
             _warn(path, f"cannot be used ({error})")
     return entries
 
@@ -305,8 +306,8 @@ def _parse(content) -> Entry:
     if set(overrides) != set(OVERRIDES) or any(type(overrides[name]) is not kind for name, kind in OVERRIDES.items()):
         wanted = ", ".join(f"{name}: {kind.__name__}" for name, kind in OVERRIDES.items())
         raise ValueError(f"overrides is {overrides}; it must hold {wanted}")
-    if not isinstance(seconds, (int, float)) or not seconds > 0:
-        raise ValueError(f"seconds is {seconds!r}; it must be a positive number")
+    if type(seconds) not in (int, float) or not 0 < seconds <= sys.float_info.max:
+        raise ValueError(f"seconds is {seconds!r}; it must be a positive, finite number")
     return Entry(overrides, float(seconds))
 
 

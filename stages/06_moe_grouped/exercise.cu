@@ -12,6 +12,7 @@
 //
 //   grid (CTAs, at most CtasPerSm for each SM), block (Threads). Warp 0 loads tiles by TMA, warps 1 to 3 scales, warpgroups 1
 //   and up multiply. Where K is split: clusters of Splits CTAs, one cluster for every tile of D.
+//   Where X is shared: clusters of Multicast CTAs with tiles side by side.
 
 #include "hopper.cuh"
 
@@ -29,6 +30,7 @@ constexpr int BlockK = 128;                // bytes of k in one slot of the ring
 constexpr int Stages = NUM_STAGES;         // slots of the ring
 constexpr int GroupX = GROUP_X;            // rows of tiles that are worked on together, so that L2 serves them
 constexpr int Splits = SPLITS;             // parts that K is cut into, one for each CTA of a cluster; added up in order
+constexpr int Multicast = MULTICAST;       // CTAs of a cluster, with tiles side by side, that share X: each loads a part of it for all. 1: none
 constexpr int Interval = INTERVAL;         // blocks of k between promotions; 0: never, one accumulator over all of k
 constexpr bool VectorY = VECTOR_Y;         // every row of Y has its own scale; else every 128 of them share one
 constexpr bool Halves = HALVES;            // two rounds are stored in halves, see Late
@@ -43,6 +45,7 @@ constexpr int CtasPerSm = CTAS_PER_SM;     // 2: small tiles, so that a CTA, or 
 // Registers per thread after the exchange; CtasPerSm * 128 * (producer + Consumers * consumer) <= 65536. Two rounds need every one
 // they can get.
 constexpr int ProducerRegisters = Rounds == 2 ? 40 : 56, ConsumerRegisters = CtasPerSm == 2 ? 192 : Rounds == 2 ? 232 : 224;
+constexpr int Cluster = Splits * Multicast;  // CTAs; one of the two is 1
 constexpr int Values = Rounds * BlockY / 2;  // outputs of one thread
 constexpr int WarpsForX = BlockX > 128 ? 2 : 1;  // that copy scales of X, at most 128 each
 // A panel is what one warp stages for one TMA store: 16 rows of D, as wide as a swizzle span (128, 64 or 32 bytes) can be.
@@ -56,14 +59,16 @@ constexpr int Chunk = VectorY ? 8 : (BlockY & -BlockY) < 128 ? BlockY & -BlockY 
 constexpr int ScaleBlocks = VectorY ? 1 : (128 - Chunk + BlockY - 1) / 128 + 1;
 constexpr int ScalesY = VectorY ? BlockY : (ScaleBlocks + 3) / 4 * 4;  // whole 16 bytes: the compiler reads them at once
 
-// L2 keeps the operand that is read again soon, where that is no more than 20 of its 50 MB.
-constexpr long long KeptBytes = 20 << 20;
+// L2 keeps the operand that is read again soon, where that is no more than 20 of its 60 MB. Weights that only one tile reads are evicted
+// first up to OnceBytes in a call: 0.5 to 4 % faster. With more of them it is up to 5 % slower, for a reason that is not known.
+constexpr long long KeptBytes = 20 << 20, OnceBytes = Swapped ? 120 << 20 : KeptBytes;
 
 // Outputs are stored while the tensor core works on what follows: the accumulator holds none of them, where sums are promoted.
 constexpr bool Late = Interval > 0 && Splits == 1;
 
 // Where one round holds the last rows of X, a tile lies on its side: both rounds multiply the same RoundRows rows of X, the second
 // by the next BlockY rows of Y. A slot has room for that: where an upright tile has its second round of X, it has one more of Y.
+static_assert(Multicast == 1 || (Splits == 1 && !Swapped && BlockX % (8 * Multicast) == 0));  // 8: rows of a swizzle's period
 static_assert(!Halves || (Rounds == 2 && Late));
 static_assert(!Turns || (Rounds == 2 && BlockY == RoundRows && Late && !Swapped && !VectorY && Problem != KGrouped));
 
@@ -105,9 +110,10 @@ struct Arguments {                         // what all warps need to find tiles
   int x_rows, y_rows, k, groups;           // rows of X and Y (tokens: all of them, or per group where Masked); k in elements
 };
 
-// One tile: where its operands begin, where its rows end, which blocks of k it adds up, whether it lies on its side.
+// One tile: where its operands begin, where its rows end, which blocks of k it adds up, which of those side by side it is, whether it lies
+// on its side.
 struct Tile {
-  int group, x, y, x_end, y_end, k_block, k_end, split, turned, x_step, y_step;
+  int group, x, y, x_end, y_end, k_block, k_end, split, place, turned, x_step, y_step;
   __device__ int x_of(int round) const { return x + (round > 0 ? Turns ? x_step : RoundRows : 0); }
   __device__ int y_of(int round) const { return y + (round > 0 && Turns ? y_step : 0); }
 };
@@ -120,7 +126,7 @@ __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, valu
 // one group, 32 groups at a time, because the sizes of groups are known on the device only.
 struct Scheduler {
   const Arguments& problem;
-  int index = blockIdx.x / Splits, chunk = 0, before = 0;              // next tile; groups being looked at; tiles in those before
+  int index = blockIdx.x / Cluster, chunk = 0, before = 0;             // next tile (or those side by side); groups being looked at; tiles in those before
 
   // Sizes are known on the device only, so wrong ones are found here: whatever they are, nothing outside of the tensors is touched.
   __device__ int begin(int group) const { return max(problem.begins[group], 0); }
@@ -131,11 +137,11 @@ struct Scheduler {
   }
 
   // Tiles of so many rows of X and of Y: upright ones, and those on their side.
+  __device__ int columns(int y_rows) const { return (y_rows + Multicast * BlockY - 1) / (Multicast * BlockY); }
   __device__ int upright(int x_rows) const { return Turns ? (x_rows + RoundRows - 1) / BlockX : (x_rows + BlockX - 1) / BlockX; }
   __device__ int on_side(int x_rows) const { return Turns && upright(x_rows) * BlockX < x_rows; }
   __device__ int tiles_of(int x_rows, int y_rows) const {
-    const int y_tiles = (y_rows + BlockY - 1) / BlockY;
-    return upright(x_rows) * y_tiles + on_side(x_rows) * ((y_tiles + 1) / 2);
+    return upright(x_rows) * columns(y_rows) + on_side(x_rows) * ((columns(y_rows) + 1) / 2);
   }
 
   __device__ bool next(Tile& tile) {
@@ -164,17 +170,17 @@ struct Scheduler {
       if (index >= per_group * problem.groups) return false;
       if constexpr (Problem == KGrouped) tile.group = index / per_group, within = index % per_group;
     }
-    index += gridDim.x / Splits;
-    tile.split = blockIdx.x % Splits;                                  // the CTA's rank in its cluster
-    const int x_tiles = upright(x_rows), y_tiles = (y_rows + BlockY - 1) / BlockY;
+    index += gridDim.x / Cluster;
+    tile.split = blockIdx.x % Splits, tile.place = blockIdx.x % Multicast;  // the CTA's rank in its cluster
+    const int x_tiles = upright(x_rows), y_tiles = columns(y_rows);
     tile.turned = Turns && within >= x_tiles * y_tiles;
     if (Turns && tile.turned) {
-      tile.x = x_tiles * BlockX, tile.y = (within - x_tiles * y_tiles) * 2 * BlockY;
+      tile.x = x_tiles * BlockX, tile.y = ((within - x_tiles * y_tiles) * Multicast + tile.place) * 2 * BlockY;
     } else {
       const int first = within / (GroupX * y_tiles) * GroupX;          // in groups of GroupX rows; within a group x runs fastest
       const int height = min(GroupX, x_tiles - first);
       within %= GroupX * y_tiles;
-      tile.x = (first + within % height) * BlockX, tile.y = within / height * BlockY;
+      tile.x = (first + within % height) * BlockX, tile.y = (within / height * Multicast + tile.place) * BlockY;
     }
     // TMA is slow with rows outside of a tensor (1.4 times at M = 137): the last rows move up. Those that the tile before has, too, are
     // stored twice, with the same bits.
@@ -337,7 +343,7 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
   if (threadIdx.x == 0) {
     for (int s = 0; s < Stages; ++s) {
       mbarrier_init(&shared.full[s], 1 + 32 * WarpsForX + min(32, ScalesY));
-      mbarrier_init(&shared.empty[s], 4 * Consumers);
+      mbarrier_init(&shared.empty[s], 4 * Consumers * Multicast);
     }
     if constexpr (Splits > 1)
       for (int c = 0; c < Consumers; ++c) {
@@ -348,22 +354,27 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
     tma_prefetch_map(&map_x), tma_prefetch_map(&map_y);
   }
   __syncthreads();                                                     // the barriers exist
-  if constexpr (Splits > 1) cluster_arrive();                          // for the other CTAs too; waited for before they are used
+  if constexpr (Cluster > 1) cluster_arrive();                         // for the other CTAs too; waited for before they are used
   // Up to here nothing was read that an earlier kernel writes, so that this may overlap with that kernel's end.
   wait_for_previous_grid();
   launch_next_grid();
+  if constexpr (Multicast > 1) cluster_wait();
 
   if (warpgroup == 0) {
     registers_decrease<ProducerRegisters>();
     if (warp == 0) {
       // ---- tiles: one thread fills the ring ---------------------------------------------------------------------------
       // X's rows are read again for the next column of tiles, Y's not before the next GroupX rows of tiles: L2 keeps them if there are
-      // more and it can keep all of a group's. Swapped, there is one column of tiles, and each of them reads Y again.
+      // more and it can keep all of a group's. Else they make room for X. Swapped, there is one column of tiles, and each of them reads Y
+      // again. Weights that only one tile reads are evicted first where a call has few of them.
       const bool fits = (long long)(Swapped ? BlockY : GroupX * BlockX) * problem.k <= KeptBytes;
-      const int x_rows_of_group = Problem == Contiguous ? problem.x_rows / problem.groups : problem.x_rows;
-      const bool again_y = x_rows_of_group > GroupX * BlockX && (long long)problem.y_rows * problem.k <= KeptBytes;
-      const u64 policy_x = Swapped ? L2EvictFirst : fits ? L2EvictLast : L2EvictNormal;
-      const u64 policy_y = (Swapped ? fits : again_y) ? L2EvictLast : Swapped ? L2EvictNormal : L2EvictFirst;
+      const int x_rows_of_group = problem.x_rows / (Problem == Contiguous ? problem.groups : Problem == Masked ? 2 : 1);  // or so
+      const long long weights_of_group = (long long)(Swapped ? problem.x_rows : problem.y_rows) * problem.k;
+      const bool few = weights_of_group * (Problem == KGrouped ? 1 : problem.groups) <= OnceBytes;
+      const bool again = x_rows_of_group > GroupX * BlockX && weights_of_group <= KeptBytes;
+      const u64 policy_x = Swapped ? (few ? L2EvictFirst : L2EvictNormal) : fits ? L2EvictLast : L2EvictNormal;
+      const u64 policy_y = (Swapped ? fits : again) ? L2EvictLast
+                           : !Swapped && (x_rows_of_group > BlockX ? fits : few) ? L2EvictFirst : L2EvictNormal;
       Ring ring;
       Tile tile;
       Scheduler scheduler{problem};
@@ -375,10 +386,18 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
             mbarrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
             mbarrier_arrive_expect_tx(&shared.full[ring.slot], (BlockX + BlockY) * BlockK);
             u8 *x = shared.operands + ring.slot * SlotX, *second = x + RoundRows * BlockK, *y = shared.operands + FirstY + ring.slot * SlotY;
-            tma_load_3d(x, &map_x, &shared.full[ring.slot], k_block * BlockK, tile.x, group_x, policy_x);
+            if constexpr (Multicast > 1) {
+              // X crosses from L2 once for all. On its side a tile has as many rows of X as one CTA loads: the first does.
+              constexpr int Share = BlockX / Multicast;
+              if (!Turns || !tile.turned || tile.place == 0)
+                tma_load_multicast_3d(x + tile.place * Share * BlockK, &map_x, &shared.full[ring.slot], (1 << Multicast) - 1, k_block * BlockK,
+                                      tile.x + tile.place * Share, group_x, policy_x);
+            } else {
+              tma_load_3d(x, &map_x, &shared.full[ring.slot], k_block * BlockK, tile.x, group_x, policy_x);
+            }
             if (Turns && tile.turned)
               tma_load_3d(second, &map_y, &shared.full[ring.slot], k_block * BlockK, tile.y_of(1), group_y, policy_y);
-            else if (Turns)
+            else if (Turns && Multicast == 1)
               tma_load_3d(second, &map_x, &shared.full[ring.slot], k_block * BlockK, tile.x_of(1), group_x, policy_x);
             tma_load_3d(y, &map_y, &shared.full[ring.slot], k_block * BlockK, tile.y, group_y, policy_y);
           }
@@ -426,7 +445,11 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
     };
     auto give_back = [&](int slot) {
       __syncwarp();                                                    // all lanes have read their scales
-      if (lane == 0) mbarrier_arrive(&shared.empty[slot]);
+      if constexpr (Multicast > 1) {
+        if (lane < Multicast) mbarrier_arrive_remote(&shared.empty[slot], lane);  // each of these CTAs loads into it
+      } else {
+        if (lane == 0) mbarrier_arrive(&shared.empty[slot]);
+      }
     };
     auto advance = [&]() {
       ring.advance();
@@ -598,4 +621,5 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
     if (Late) store_late();
     if (StoreByTma && lane == 0) tma_store_wait<0>();                  // D is written before the kernel ends
   }
+  if constexpr (Multicast > 1) cluster_sync();                         // no CTA leaves while another may still load into it
 }

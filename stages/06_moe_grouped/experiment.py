@@ -166,7 +166,8 @@ def timed(sizes: Sizes, calls: dict[str, list], flops: int, moved: int, **descri
 
 def contiguous(sizes: Sizes, device: torch.device, counts: list[int], n: int, k: int, pad: bool,
                **description) -> tuple[list[dict], dict]:  # fmt: skip
-    """The library on groups of these sizes, and, if pad, on groups padded to 128 rows, where DeepGEMM runs as well."""
+    """The library on groups of these sizes; the same if no two CTAs share rows of A; if pad, on groups padded to 128 rows, where
+    DeepGEMM runs as well."""
     groups, rows, moved = len(counts), sum(counts), sum(counts) * (k + 2 * n) + sum(count > 0 for count in counts) * n * k
     layouts = {"unpadded": counts} | ({"padded": padded(counts)} if pad else {})
     calls, missing = {}, {}
@@ -178,6 +179,9 @@ def contiguous(sizes: Sizes, device: torch.device, counts: list[int], n: int, k:
         options = {"offsets": offsets, "backend": backend(device)}
         calls[name] = [lambda a=a, b=b, out=out, o=options: fp8_gemm.grouped_gemm(a, b, out=out, **o)
                        for a, b, out in zip(tokens, made, outs)]  # fmt: skip
+        if name == "unpadded" and "layout" not in description and not sizes.profiled:
+            calls["A not shared"] = [lambda a=a, b=b, out=out, o=options: fp8_gemm.grouped_gemm(a, b, out=out, multicast=1, **o)
+                                     for a, b, out in zip(tokens, made, outs)]  # fmt: skip
         calls[name][0]()
         first = next(group for group, count in enumerate(counts) if count)
         begin, end = int(offsets[first]), int(offsets[first + 1])

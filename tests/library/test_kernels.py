@@ -65,6 +65,11 @@ def dense(m, n, k, recipes=BLOCKS, formats=("e4m3", "e4m3"), dtype=BF16, bias=Fa
     dict(m=13, n=200, k=700, recipes=("tensor", "row"), interval=128),
     dict(m=260, n=40, k=300, recipes=("tensor", "tensor"), interval=None, block_m=256, block_n=64, swap_ab=False, split_k=1),
     dict(m=260, n=40, k=300, block_m=256, block_n=64, swap_ab=False, split_k=2),  # as above: two rounds, neither of them stored late
+    dict(m=130, n=200, k=900, block_m=128, block_n=64, swap_ab=False, multicast=2),  # two pairs side by side
+    dict(m=70, n=330, k=300, block_m=64, block_n=64, swap_ab=False, multicast=2, dtype=FP32, bias=True),  # the last CTA: no columns
+    dict(m=600, n=300, k=700, block_m=256, block_n=128, swap_ab=False, multicast=2, num_sms=3),  # a pair has six tiles, one SM nothing
+    dict(m=330, n=700, k=300, block_m=256, block_n=128, swap_ab=False, multicast=2, num_sms=4),  # pairs on their side
+    dict(m=70, n=200, k=300, recipes=("row", "tensor"), interval=None, block_m=64, block_n=48, swap_ab=False, multicast=2),
     dict(m=1, n=1, k=1), dict(m=3, n=33, k=576), dict(m=17, n=96, k=2000, batch_invariant=True),
 ], ids=str)  # fmt: skip
 def test_dense(case):
@@ -189,6 +194,8 @@ def test_contiguous_corners():
     contiguous([64, 64], 72, 128, dtype=FP32)
     contiguous([3, 15], 64, 128, rows_after=1, **SQUARE)  # a group ends one row before 16 rows of a warp do
     contiguous([5, 3], 64, 128, dtype=FP32, accumulate=True, **SQUARE)  # rows that TMA cannot add
+    contiguous([70, 0, 3, 129], 200, 300, **SQUARE, multicast=2, num_sms=5)
+    contiguous([270, 0, 3, 129, 400], 1030, 300, **PAIRS, num_sms=6)  # on their side, two of five columns outside
 
 
 def test_masked_corners():
@@ -196,9 +203,12 @@ def test_masked_corners():
     masked([3], 3, 40, 130)
     masked([130, 129], 130, 24, 130, block_m=128, block_n=16, swap_ab=False)  # a largest size that is no multiple of the tile
     masked([15, 31], 32, 64, 128, **SQUARE)
+    masked([15, 31, 0, 64], 64, 300, 300, **SQUARE, multicast=2, num_sms=6)
+    masked([270, 3, 129, 400], 500, 520, 300, **PAIRS, num_sms=6)
 
 
-@pytest.mark.parametrize("tile", [dict(block_m=64, block_n=48, swap_ab=False), dict(block_m=16, block_n=64, swap_ab=True)], ids=str)
+@pytest.mark.parametrize("tile", [dict(block_m=64, block_n=48, swap_ab=False), dict(block_m=16, block_n=64, swap_ab=True),
+                                  dict(block_m=64, block_n=16, swap_ab=False, multicast=2)], ids=str)  # fmt: skip
 def test_sizes_beyond_the_tensors_touch_nothing_outside(tile):
     """Only the device knows them, so no host check can refuse them: rows of other groups, and what lies around, stay as they are."""
     each, data, scale = weights(3, 40, 130)
@@ -251,15 +261,18 @@ def test_k_grouped():
     k_grouped([128, 0, 256, 100], 130, 72)
     k_grouped([128, 0, 256, 100], 130, 73, accumulate=True)
     k_grouped([256, 384], 300, 200, accumulate=True, block_m=256, block_n=128)
+    k_grouped([256, 0, 128], 300, 500, **PAIRS)
 
 
-WIDE, NARROW = dict(block_m=256, block_n=128, swap_ab=False), dict(block_m=16, block_n=64, swap_ab=True)
+WIDE, NARROW = dict(block_m=256, block_n=128, swap_ab=False, multicast=1), dict(block_m=16, block_n=64, swap_ab=True)
+PAIRS = WIDE | {"multicast": 2}
 
 
 def test_a_cta_with_many_tiles_stores_each_under_the_next():
     """Outputs wait for the next tile's first wgmma: here each CTA has several tiles, of one block of K or more, at edges and across groups."""
     few = dict(split_k=1, num_sms=2)
     dense(520, 130, 200, **WIDE, **few)
+    dense(520, 130, 200, **PAIRS, **few)
     dense(300, 130, SHORT_K + 1, **WIDE, split_k=1, num_sms=1)           # whole rounds at once, not halves
     dense(300, 130, 100, dtype=FP32, bias=True, **WIDE, **few)
     dense(200, 130, 200, recipes=GRADIENT, dtype=FP32, accumulate=True, block_m=128, block_n=64, swap_ab=False, **few)
@@ -269,6 +282,7 @@ def test_a_cta_with_many_tiles_stores_each_under_the_next():
     for tile in (WIDE, NARROW):
         contiguous([5, 0, 270, 3], 130, 130, **tile, num_sms=1)
         masked([5, 0, 260, 1], 270, 72, 130, **tile, num_sms=1)
+    contiguous([5, 0, 270, 3], 272, 130, **PAIRS, num_sms=2)
     k_grouped([128, 0, 256, 0, 0, 100], 130, 72, **WIDE, num_sms=2)
 
 
@@ -298,6 +312,7 @@ def test_no_race_in_any_order(order):
         dense(130, 200, 900, block_m=128, block_n=96, swap_ab=False, split_k=2)
         dense(5, 200, 1030, block_m=16, block_n=64, swap_ab=True, split_k=3)
         contiguous([5, 0, 130, 3], 200, 900, block_m=128, block_n=64, swap_ab=False)
+        contiguous([5, 0, 330, 3], 300, 600, **PAIRS, num_sms=4)
         masked([5, 0, 130, 1], 140, 200, 900, block_m=16, block_n=64, swap_ab=True)
         dense(300, 40, 130, **WIDE, split_k=1, num_sms=1)
         contiguous([5, 0, 130, 3], 40, 130, **WIDE, num_sms=2)

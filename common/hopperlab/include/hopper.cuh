@@ -267,6 +267,15 @@ __device__ __forceinline__ void tma_load_multicast_2d(void* destination, const T
       ::"r"(shared_address(destination)), "l"(map), "r"(shared_address(barrier)), "h"(mask), "l"(policy), "r"(x), "r"(y)
       : "memory");
 }
+__device__ __forceinline__ void tma_load_multicast_3d(void* destination, const TensorMap* map, u64* barrier, u16 mask,
+    int x, int y, int z, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint"
+      " [%0], [%1, {%5, %6, %7}], [%2], %3, %4;"
+      ::"r"(shared_address(destination)), "l"(map), "r"(shared_address(barrier)), "h"(mask), "l"(policy), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
 
 // Shared -> global. Joins the thread's current bulk group. Before it: fence_proxy_async_shared() by every thread that
 // wrote the tile, then a barrier with the issuing thread.

@@ -37,6 +37,9 @@ WAIT_CYCLES = 84  # of a warpgroup between its wgmma and its next one, when it i
 # between two of its tiles, where the first one's outputs are stored under the second one's wgmma.
 EPILOGUE_CYCLES, STORE_BYTES_PER_CYCLE, SCATTERED_STORE_CYCLES = 2300, 12.6, 0.13
 BETWEEN_CYCLES = 2200
+# Two CTAs that share rows of A, in tiles of two rounds: less comes from L2, which is power, and clocks where the GPU is at its power limit;
+# but each waits for the other. A share of the products' time, and seconds of a call. Narrower tiles gain too little to predict.
+MULTICAST_SAVES, MULTICAST_S = 0.025, 0.5e-6
 HAND_OVER_CYCLES, SUM_CYCLES = 450, 0.08  # K split: the cluster's barrier; each output of each part that is sent and added
 
 
@@ -50,6 +53,7 @@ class Plan(NamedTuple):
     block_y: int
     num_stages: int
     splits: int
+    multicast: int  # CTAs of a cluster, with tiles side by side, that share their rows of A
     group: int  # rows of tiles worked on together, for L2
     ctas_per_sm: int
     num_sms: int
@@ -71,7 +75,8 @@ class Plan(NamedTuple):
     @property
     def at_once(self) -> int:
         """CTAs that run at the same time."""
-        return max(1, int(self.num_sms * self.ctas_per_sm * PLACES.get((self.splits, self.ctas_per_sm), 1)))
+        places = int(self.num_sms * self.ctas_per_sm * PLACES.get((self.splits, self.ctas_per_sm), 1))
+        return max(1, places // self.multicast * self.multicast)
 
     @property
     def waves(self) -> int:
@@ -87,11 +92,12 @@ class Plan(NamedTuple):
         x, y = (problem.n, problem.m) if self.swap_ab else (problem.m, problem.n)
         more = problem.groups if problem.kind == "contiguous" else 0  # each group may begin a tile of its own
         x_tiles, y_tiles = -(-x // self.block_x) + (0 if self.swap_ab else more), -(-y // self.block_y) + (more if self.swap_ab else 0)
+        y_tiles = -(-y_tiles // self.multicast) * self.multicast
         return max(1, x_tiles * y_tiles * self.splits * (problem.groups if problem.kind in ("masked", "k_grouped") else 1))
 
     def __str__(self):
         cut = f"tiles of {self.block_m} x {self.block_n}" + (", A and B swapped" if self.swap_ab else "")
-        split = f", K in {self.splits} parts" if self.splits > 1 else ""
+        split = f", K in {self.splits} parts" if self.splits > 1 else ", rows of A shared by two" if self.multicast > 1 else ""
         return (f"{cut}{split}, {self.num_stages} pipeline stages, {self.tiles} tiles in {self.waves} wave{'s' * (self.waves != 1)} "
                 f"on {self.num_sms} SMs; predicted {self.seconds * 1e6:.1f} µs")  # fmt: skip
 
@@ -157,7 +163,7 @@ def _tokens(problem: Problem) -> float:
 
 def _tiles(problem: Problem, plan: Plan) -> int:
     """Tiles of one call, each split counted; at least one, since an empty call still has a plan."""
-    across, down = max(1, -(-problem.n // plan.block_n)), _tokens(problem) / plan.block_m
+    across, down = max(1, -(-problem.n // (plan.multicast * plan.block_n))) * plan.multicast, _tokens(problem) / plan.block_m
     step = 0.5 if turns(plan, problem) else 1  # of a tile's rows; tiles on their side are half as many
     if problem.kind == "contiguous" and problem.groups > 1:  # sizes differ: a group's last step is half full on average
         return math.ceil(problem.groups * max(step, down + step / 2) * across)
@@ -207,12 +213,16 @@ def _predict(problem: Problem, plan: Plan) -> float:
     between = BETWEEN_CYCLES if problem.interval is not None and plan.splits == 1 else tail
     cycles = full_waves * (products(plan.ctas_per_sm) + between) + products(-(-in_last_wave // plan.num_sms))
 
+    sharing = plan.multicast > 1 and plan.rounds == 2
+    if sharing:
+        cycles *= 1 - MULTICAST_SAVES
+
     all_tokens = groups * tokens if problem.kind in ("contiguous", "masked") else problem.m
     weights = groups if problem.kind in ("contiguous", "masked") else 1
     all_outputs = all_tokens * problem.n * (groups if problem.kind == "k_grouped" else 1)
     moved = (all_tokens + weights * problem.n) * problem.k + all_outputs * size * (2 if problem.accumulate else 1)
     drawing = min(1.0, plan.tiles / plan.num_sms / SMS_FOR_FULL_RATE)
-    return LAUNCH_S + _together(cycles / CLOCK_HZ, moved / READ_BYTES_PER_S / drawing) + tail / CLOCK_HZ
+    return LAUNCH_S + (MULTICAST_S if sharing else 0) + _together(cycles / CLOCK_HZ, moved / READ_BYTES_PER_S / drawing) + tail / CLOCK_HZ
 
 
 def _finish(problem: Problem, plan: Plan, num_stages: int | None = None, pairs: bool = True) -> Plan | None:
@@ -267,7 +277,7 @@ def every_size(problem: Problem) -> list[Problem]:
     return sizes
 
 
-OVERRIDES = ("block_m", "block_n", "num_stages", "swap_ab", "split_k", "num_sms", "group_m", "batch_invariant")
+OVERRIDES = ("block_m", "block_n", "num_stages", "swap_ab", "split_k", "multicast", "num_sms", "group_m", "batch_invariant")
 
 
 def check_overrides(overrides: dict) -> None:
@@ -294,6 +304,7 @@ def plan(problem: Problem, sms: int = 132, **overrides) -> Plan:
     num_stages       slots of the ring, 2 to 8: as many as fit, unless given
     swap_ab          whether A takes the column side, for few tokens
     split_k          parts that K is cut into; dense problems only
+    multicast        2: two CTAs share their rows of A, each loading half of them for both; not swapped, not split. 1: none do
     group_m          rows of tiles that are worked on together
     batch_invariant  the plan depends on neither M nor the number of tokens, and K is never split: a row's bits do not depend
                      on the rows it is computed with. Costs speed where M is small
@@ -306,32 +317,36 @@ def plan(problem: Problem, sms: int = 132, **overrides) -> Plan:
 
 @functools.lru_cache(maxsize=65536)
 def _planned(problem: Problem, sms: int = 132, *, block_m: int | None = None, block_n: int | None = None, num_stages: int | None = None,
-             swap_ab: bool | None = None, split_k: int | None = None, num_sms: int | None = None, group_m: int | None = None,
-             batch_invariant: bool = False) -> Plan:  # fmt: skip
+             swap_ab: bool | None = None, split_k: int | None = None, multicast: int | None = None, num_sms: int | None = None,
+             group_m: int | None = None, batch_invariant: bool = False) -> Plan:  # fmt: skip
     usable = num_sms or sms
     if not 1 <= usable <= sms:
         raise ValueError(f"num_sms is {num_sms}; this GPU has {sms}: allowed are 1 to {sms}")
-    best = _best(bucketed(problem), usable, usable == sms, batch_invariant, swap_ab, block_m, block_n, split_k, num_stages, group_m)
+    best = _best(bucketed(problem), usable, usable == sms, batch_invariant, swap_ab, block_m, block_n, split_k, num_stages, group_m, multicast)
     if best is None:
-        given = {"block_m": block_m, "block_n": block_n, "num_stages": num_stages, "swap_ab": swap_ab, "split_k": split_k, "group_m": group_m,
-                 "batch_invariant": batch_invariant or None}  # fmt: skip
+        given = {"block_m": block_m, "block_n": block_n, "num_stages": num_stages, "swap_ab": swap_ab, "split_k": split_k,
+                 "multicast": multicast, "group_m": group_m, "batch_invariant": batch_invariant or None}  # fmt: skip
         asked = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         raise ValueError(f"no plan for {problem.kind} {problem.m} x {problem.n} x {problem.k} has {asked or 'what is asked'}. Allowed: "
                          "block_m 64, 128 or 256 and block_n a multiple of 16 up to 128 (192 beside 128 or 64; 256 where nothing is "
                          "promoted), or, swapped, block_n 64, 128 or 256 and block_m a multiple of 8 up to 128; split_k 1 to 8, dense "
-                         "problems only, no more than K / 128; num_stages 2 to 8, while they fit into 227 KB, or 113 KB where two "
-                         "CTAs share an SM; batch_invariant has one tile, 128 x 128; group_m with all columns fewer than 2^31 tiles. "
+                         "problems only, no more than K / 128; multicast 1 or 2, and 2 only where A and B are not swapped, K is not "
+                         "split and there are two SMs; num_stages 2 to 8, while they fit into 227 KB, or 113 KB where two CTAs share "
+                         "an SM; batch_invariant has one tile, 128 x 128; group_m with all columns fewer than 2^31 tiles. "
                          "Leave one of them out")  # fmt: skip
     return _finish(problem, best, best.num_stages, pairs=usable == sms)
 
 
 @functools.lru_cache(maxsize=65536)
 def _best(problem: Problem, sms: int, pairs: bool, batch_invariant: bool, swap_ab: bool | None, block_m: int | None,
-          block_n: int | None, split_k: int | None, num_stages: int | None, group_m: int | None) -> Plan | None:  # fmt: skip
+          block_n: int | None, split_k: int | None, num_stages: int | None, group_m: int | None,
+          multicast: int | None) -> Plan | None:  # fmt: skip
     """The fastest candidate that is what was asked for; None if none is. pairs: every SM is used, and may have two CTAs."""
     best = None
-    for candidate in _candidates(problem, sms, batch_invariant, split_k, (block_m, block_n)):
+    for candidate in _candidates(problem, sms, batch_invariant, split_k, (block_m, block_n), multicast):
         if swap_ab not in (None, candidate.swap_ab) or split_k not in (None, candidate.splits):
+            continue
+        if multicast not in (None, candidate.multicast):
             continue
         if block_m not in (None, candidate.block_m) or block_n not in (None, candidate.block_n):
             continue
@@ -369,6 +384,13 @@ def halves(plan: Plan, problem: Problem) -> bool:
     return plan.rounds == 2 and problem.interval is not None and plan.splits == 1 and short(problem)
 
 
+def _shares(problem: Problem, plan: Plan) -> bool:
+    """Whether it may pay that two CTAs share rows of A: in large tiles with a factor for each row, if no CTA is without a tile."""
+    large = plan.rounds == 2 or (plan.block_x, plan.block_y) == (128, 160)  # 128 x 128 and 128 x 192 were as fast or slower
+    return (large and -(-problem.n // plan.block_y) % 2 == 0 and problem.interval is not None
+            and not vector_scales(problem, plan.swap_ab))  # fmt: skip
+
+
 ROWS = {64: (1, 1), 128: (2, 1), 256: (2, 2)}  # rows of X: (consumers, rounds)
 # Columns that are tried: about those that were timed. Others (multiples of 16, or of 8 if swapped) only where they are asked for.
 COLUMNS, COLUMNS_SWAPPED = (16, 32, 64, 96, 112, 128, 160, 192, 224, 256), (8, 16, 24, 32, 48, 64, 96, 128)
@@ -376,11 +398,12 @@ COLUMNS, COLUMNS_SWAPPED = (16, 32, 64, 96, 112, 128, 160, 192, 224, 256), (8, 1
 SPLITS, MAX_SPLITS = (2, 3, 6), 8
 
 
-def _candidates(problem: Problem, sms: int, batch_invariant: bool = False, split_k: int | None = None, asked: tuple = ()):
+def _candidates(problem: Problem, sms: int, batch_invariant: bool = False, split_k: int | None = None, asked: tuple = (),
+                multicast: int | None = None):  # fmt: skip
     """Every cut worth a prediction, before hardware limits; asked: sizes of tiles that are tried whether worth it or not."""
     together = ROWS_TOGETHER_SHORT if short(problem) else ROWS_TOGETHER
     if batch_invariant:
-        yield Plan(False, 2, 1, 128, 0, 1, together, 1, sms, 0, 0.0)
+        yield Plan(False, 2, 1, 128, 0, 1, 1, together, 1, sms, 0, 0.0)
         return
 
     def of_use(known, step, rows, least):
@@ -403,7 +426,9 @@ def _candidates(problem: Problem, sms: int, batch_invariant: bool = False, split
             for block_y in columns:
                 if block_y == 112 and block_x != 128 and block_y not in asked:
                     continue  # pays where N is 7168 and K is split, for it cuts N into 64; else one kernel more
-                one = Plan(swapped, consumers, rounds, block_y, 0, 1, together, 1, sms, 0, 0.0)
+                one = Plan(swapped, consumers, rounds, block_y, 0, 1, 1, together, 1, sms, 0, 0.0)
+                if not swapped and sms > 1 and (multicast == 2 or (multicast is None and _shares(problem, one))):
+                    yield one._replace(multicast=2)  # first: where it is predicted to take as long, less is moved
                 yield one
                 if problem.kind == "dense":
                     wanted = (split_k,) if split_k in range(2, MAX_SPLITS + 1) else ()

@@ -73,7 +73,8 @@ def constants_of(problem: Problem, chosen: Plan) -> dict:
     x_format, y_format = (problem.format_b, problem.format_a) if chosen.swap_ab else (problem.format_a, problem.format_b)
     return {
         "KIND": KINDS[problem.kind], "SWAPPED": int(chosen.swap_ab), "CONSUMERS": chosen.consumers, "ROUNDS": chosen.rounds,
-        "BLOCK_Y": chosen.block_y, "NUM_STAGES": chosen.num_stages, "GROUP_X": chosen.group, "SPLITS": chosen.splits, "CTAS_PER_SM": chosen.ctas_per_sm,
+        "BLOCK_Y": chosen.block_y, "NUM_STAGES": chosen.num_stages, "GROUP_X": chosen.group, "SPLITS": chosen.splits,
+        "MULTICAST": chosen.multicast, "CTAS_PER_SM": chosen.ctas_per_sm,
         "INTERVAL": (problem.interval or 0) // BLOCK_K, "VECTOR_Y": int(vector_scales(problem, chosen.swap_ab)),
         "TURNS": int(turns(chosen, problem)), "HALVES": int(halves(chosen, problem)),
         "STORE_BY_TMA": int(stores_by_tma(chosen, problem)), "ACCUMULATE": int(problem.accumulate), "BIAS": int(problem.bias),
@@ -117,7 +118,7 @@ def _sides(chosen: Plan, of_a, of_b) -> tuple:
 def _tensor_maps(problem: Problem, chosen: Plan, operands: Operands, out: torch.Tensor) -> tuple[TensorMap, TensorMap, TensorMap]:
     """Of X, of Y and of D; where the threads store D its map is not used, and is X's."""
     x, y = _sides(chosen, _three_dimensions(operands.a), _three_dimensions(operands.b))
-    rows = chosen.block_x // 2 if turns(chosen, problem) else chosen.block_x  # of one copy
+    rows = chosen.block_x // 2 if turns(chosen, problem) or chosen.multicast > 1 else chosen.block_x  # of one copy
     x_map = TensorMap.tiled(x, box=(BLOCK_K, rows, 1), swizzle=128)
     y_map = TensorMap.tiled(y, box=(BLOCK_K, chosen.block_y, 1), swizzle=128)
     if not stores_by_tma(chosen, problem):
@@ -147,7 +148,7 @@ def kernel_of(problem: Problem, chosen: Plan) -> Kernel:
 
 def _launch_shape(problem: Problem, chosen: Plan) -> tuple[int, int, int, int]:
     """(CTAs, threads of each, CTAs of a cluster, bytes of shared memory)"""
-    return chosen.ctas(problem), 128 * (1 + chosen.consumers), chosen.splits, shared_bytes(chosen, problem)
+    return chosen.ctas(problem), 128 * (1 + chosen.consumers), chosen.splits * chosen.multicast, shared_bytes(chosen, problem)
 
 
 # ---- launching on a GPU again and again --------------------------------------------------------------------------------

@@ -16,31 +16,32 @@ MAX_ACCUMULATORS = 192
 # The same where two CTAs of one consumer share an SM: 192 registers less about 40; and a half of the SM's 228 KB, less 1 KB each.
 MAX_ACCUMULATORS_OF_TWO, SHARED_BYTES_OF_TWO = 152, 113 * 1024
 
-# The machine, for predictions: rates that are known, and costs fitted to 3100 measurements on an H200 (docs/notes/performance.md).
-CLOCK_HZ = 1.69e9  # under FP8 load; the nominal 1.98 GHz is not held
+# The machine, for predictions: rates that are known, and costs fitted to 3900 measurements on H200s (docs/notes/performance.md).
+CLOCK_HZ = 1.92e9  # under FP8 load; the nominal 1.98 GHz is not held
 MACS_PER_CYCLE = 4096  # of one SM's tensor cores, FP8
-L2_BYTES_PER_CYCLE = 64  # into one SM
-READ_BYTES_PER_S = 4.27e12  # from HBM, all SMs together
+L2_BYTES_PER_CYCLE = 61  # into one SM
+READ_BYTES_PER_S = 4.13e12  # from HBM, all SMs together
 SMS_FOR_FULL_RATE = 0.23  # of all: with fewer SMs at work than this, HBM's rate is theirs, each its share
 # Clusters must lie in one GPC, of 16 or 18 SMs, so that those of 3 or 6 CTAs leave places free: (CTAs of a cluster, CTAs on an SM) to the
 # share of the places that they can fill.
 PLACES = {(3, 1): 0.87, (3, 2): 0.82, (6, 1): 0.79, (6, 2): 0.79}
-LAUNCH_S = 0.4e-6  # of a kernel in a CUDA graph, until its first bytes arrive
+LAUNCH_S = 0.37e-6  # of a kernel in a CUDA graph, until its first bytes arrive
 # From a slot of the ring being given back to its being full again: the way to HBM and back, the slot's bytes, and something for each of
 # its rows outside of the operand: TMA fills those with zeros more slowly than it copies others.
-LATENCY_CYCLES, FILL_BYTES_PER_CYCLE, ROW_OUTSIDE_CYCLES = 1130, 40, 15
+LATENCY_CYCLES, FILL_BYTES_PER_CYCLE, ROW_OUTSIDE_CYCLES = 1705, 33, 23.5
 # Promotion, in shares of the products' time on top of it: each output has a factor of its own, which is read and multiplied; or a tile
 # can touch two blocks of 128 columns that share a scale. With a factor for a row it is hidden: other warps multiply meanwhile.
-VECTOR_FACTORS, TWO_FACTORS = 0.9, 0.16
-WAIT_CYCLES = 84  # of a warpgroup between its wgmma and its next one, when it is alone
+VECTOR_FACTORS, TWO_FACTORS = 1.08, 0.104
+WAIT_CYCLES = 67  # of a warpgroup between its wgmma and its next one, when it is alone
 # After a CTA's last block: the last wgmma and promotion; D's bytes, through shared memory; more for each output where threads store. And
 # between two of its tiles, where the first one's outputs are stored under the second one's wgmma.
-EPILOGUE_CYCLES, STORE_BYTES_PER_CYCLE, SCATTERED_STORE_CYCLES = 2300, 12.6, 0.13
-BETWEEN_CYCLES = 2200
+EPILOGUE_CYCLES, STORE_BYTES_PER_CYCLE, SCATTERED_STORE_CYCLES = 2325, 13.5, 0.095
+BETWEEN_CYCLES = 2215
 # Two CTAs that share rows of A, in tiles of two rounds: less comes from L2, which is power, and clocks where the GPU is at its power limit;
 # but each waits for the other. A share of the products' time, and seconds of a call. Narrower tiles gain too little to predict.
-MULTICAST_SAVES, MULTICAST_S = 0.025, 0.5e-6
-HAND_OVER_CYCLES, SUM_CYCLES = 450, 0.08  # K split: the cluster's barrier; each output of each part that is sent and added
+MULTICAST_SAVES, MULTICAST_S = 0.03, 0.5e-6
+# K split: the cluster's barrier, which takes longer where the cluster lies badly in a GPC; each output of each part that is sent and added.
+HAND_OVER_CYCLES, HAND_OVER_CYCLES_OF_THREES, SUM_CYCLES = 508, 1017, 0.14
 
 
 class Plan(NamedTuple):
@@ -205,7 +206,8 @@ def _predict(problem: Problem, plan: Plan) -> float:
     if not stores_by_tma(plan, problem):
         tail += SCATTERED_STORE_CYCLES * outputs
     if plan.splits > 1:
-        tail += HAND_OVER_CYCLES + (plan.splits - 1) * SUM_CYCLES * outputs
+        tail += HAND_OVER_CYCLES_OF_THREES if plan.splits % 3 == 0 else HAND_OVER_CYCLES
+        tail += (plan.splits - 1) * SUM_CYCLES * outputs
 
     full_waves = plan.waves - 1
     in_last_wave = plan.tiles - full_waves * plan.at_once

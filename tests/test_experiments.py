@@ -137,7 +137,7 @@ def test_counters_are_read_for_the_calls_that_a_case_makes(grouped, grouped_reco
         grouped.counters_of(case)
         (program, calls), ran = asked.pop(), [row["name"] for row in rows if row["case"] == case]
         ours = [name for name in ran if name not in ("deep_gemm", "A not shared")]  # the latter is only timed
-            assert calls == [*ours, "deep_gemm"] and program[-2:] == ["--case", case]
+        assert calls == [*ours, "deep_gemm"] and program[-2:] == ["--case", case]
 
 
 def test_slower_cases_are_those_below_one(grouped):

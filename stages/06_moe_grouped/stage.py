@@ -24,7 +24,7 @@ KERNEL = FOLDER / "fp8_gemm" / "kernels" / "gemm.cu"
 
 # Of the exercise: groups of tokens one after another, 64 rows per tile.
 EXERCISE_CONSTANTS = {"KIND": "Contiguous", "SWAPPED": 0, "CONSUMERS": 1, "ROUNDS": 1, "BLOCK_Y": 32, "NUM_STAGES": 3,
-                      "GROUP_X": 4, "SPLITS": 1, "CTAS_PER_SM": 1, "INTERVAL": 1, "VECTOR_Y": 0, "HALVES": 0, "TURNS": 0, "STORE_BY_TMA": 1, "ACCUMULATE": 0,
+                      "GROUP_X": 4, "SPLITS": 1, "MULTICAST": 1, "CTAS_PER_SM": 1, "INTERVAL": 1, "VECTOR_Y": 0, "HALVES": 0, "TURNS": 0, "STORE_BY_TMA": 1, "ACCUMULATE": 0,
                       "BIAS": 0, "OUTPUT": "bf16", "X_FORMAT": "e4m3", "Y_FORMAT": "e4m3"}  # fmt: skip
 RECIPES = tuple(sorted(RECIPE_PAIRS, key=lambda pair: pair != ("1x128", "128x128")))  # the library's default first
 

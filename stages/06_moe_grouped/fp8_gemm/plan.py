@@ -16,8 +16,8 @@ MAX_ACCUMULATORS = 192
 # The same where two CTAs of one consumer share an SM: 192 registers less about 40; and a half of the SM's 228 KB, less 1 KB each.
 MAX_ACCUMULATORS_OF_TWO, SHARED_BYTES_OF_TWO = 152, 113 * 1024
 
-# The machine, for predictions: rates that are known, and costs fitted to 3900 measurements on H200s (docs/notes/performance.md).
-CLOCK_HZ = 1.92e9  # under FP8 load; the nominal 1.98 GHz is not held
+# The machine, for predictions: rates and costs, fitted to 3900 measurements on H200s (docs/notes/performance.md).
+CLOCK_HZ = 1.92e9  # in products of a few µs; those of a ms run at 1.5 to 1.7 GHz
 MACS_PER_CYCLE = 4096  # of one SM's tensor cores, FP8
 L2_BYTES_PER_CYCLE = 61  # into one SM
 READ_BYTES_PER_S = 4.13e12  # from HBM, all SMs together

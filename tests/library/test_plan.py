@@ -29,7 +29,7 @@ def test_plans_of_20000_random_problems_fit_the_hardware(seed):
     rng = random.Random(seed)
     for _ in range(5000):
         problem = random_problem(rng)
-        made = plan(problem, rng.choice((132, 114, 78)))
+        made = plan(problem, rng.choice((132, 131, 114, 78, 3)))
         assert plans.shared_bytes(made, problem) <= (227, 113)[made.ctas_per_sm - 1] * 1024, (problem, made)
         assert 2 <= made.num_stages <= 8, (problem, made)
         sums = made.rounds * made.block_y // 2 + (made.block_y // 2 if problem.interval else 0)
@@ -39,12 +39,14 @@ def test_plans_of_20000_random_problems_fit_the_hardware(seed):
         assert made.seconds > 0 and made.tiles > 0
         assert not plans.stores_by_tma(made, problem) or (made.block_y % 16 == 0 and not made.swap_ab)
         assert made.rounds == 1 or (problem.interval or 128) == 128
+        assert made.multicast == 1 or (made.multicast == 2 and made.splits == 1 and not made.swap_ab)
+        assert made.ctas(problem) % (made.splits * made.multicast) == 0, (problem, made)  # whole clusters
 
 
 @pytest.mark.parametrize("overrides", [
     {"block_m": 128, "block_n": 112}, {"block_m": 16, "swap_ab": True}, {"block_n": 64, "swap_ab": True}, {"split_k": 3},
     {"num_stages": 3}, {"num_sms": 20}, {"group_m": 2}, {"batch_invariant": True}, {"split_k": 5}, {"block_m": 40, "swap_ab": True},
-    {"block_m": 256}, {"block_n": 256, "swap_ab": True},
+    {"block_m": 256}, {"block_n": 256, "swap_ab": True}, {"multicast": 1}, {"multicast": 2}, {"multicast": 2, "num_sms": 2},
 ])  # fmt: skip
 def test_overrides_are_obeyed(overrides):
     made = plan(Problem("dense", 100, 4096, 4096), 132, **overrides)
@@ -58,6 +60,9 @@ def test_overrides_are_obeyed(overrides):
     ({"block_m": 100}, "block_m=100"), ({"block_n": 256, "swap_ab": False}, "block_n=256"), ({"split_k": 9}, "split_k=9"),
     ({"block_n": 24, "swap_ab": False}, "block_n=24"), ({"block_m": 136, "swap_ab": True}, "block_m=136"), ({"num_stages": 1}, "num_stages=1"),
     ({"num_stages": 8, "block_m": 256, "block_n": 128}, "num_stages=8"), ({"num_sms": 133}, "num_sms is 133"),
+    ({"multicast": 3}, "multicast=3"), ({"multicast": 2, "swap_ab": True}, "swap_ab=True, multicast=2"),
+    ({"multicast": 2, "split_k": 2}, "split_k=2, multicast=2"), ({"multicast": 2, "num_sms": 1}, "multicast=2, num_sms=1"),
+    ({"multicast": 2, "batch_invariant": True}, "multicast=2, batch_invariant=True"),
 ])  # fmt: skip
 def test_impossible_overrides_are_refused(overrides, message):
     with pytest.raises(ValueError, match=message):

@@ -327,7 +327,8 @@ def _planned(problem: Problem, sms: int = 132, *, block_m: int | None = None, bl
     best = _best(bucketed(problem), usable, usable == sms, batch_invariant, swap_ab, block_m, block_n, split_k, num_stages, group_m, multicast)
     if best is None:
         given = {"block_m": block_m, "block_n": block_n, "num_stages": num_stages, "swap_ab": swap_ab, "split_k": split_k,
-                 "multicast": multicast, "group_m": group_m, "batch_invariant": batch_invariant or None}  # fmt: skip
+                 "multicast": multicast, "num_sms": num_sms, "group_m": group_m,
+                 "batch_invariant": batch_invariant or None}  # fmt: skip
         asked = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         raise ValueError(f"no plan for {problem.kind} {problem.m} x {problem.n} x {problem.k} has {asked or 'what is asked'}. Allowed: "
                          "block_m 64, 128 or 256 and block_n a multiple of 16 up to 128 (192 beside 128 or 64; 256 where nothing is "

@@ -333,23 +333,29 @@ WRONG_06 = [
     ("06", "    if constexpr (Problem == Masked) (Swapped ? tile.y_end : tile.x_end) = size;\n", "", "test_blank_3",
      r"BLANK 3, Masked, groups.*ending at 149, .*Right is: group 0, X from row 0, ending at 1, .*Masked: rows 0 to size"),
     # the other way round
-    ("06", "for (int split = 1; split < Splits; ++split) value", "for (int split = Splits - 1; split > 0; --split) value", "test_blank_4",
+    ("06", "for (int split = 0; split < Splits; ++split) {\n                const float* four", "for (int split = Splits - 1; split >= 0; --split) {\n"
+     "                if (split == Splits - 1) value = -0.0f;\n                const float* four", "test_blank_4",
+     r"BLANK 4, .*1, 0, 0, 0 times; each must be there once"),
+    # from the last split to the first
+    ("06", "&parts[part(split, piece_of(i), round, i)]);\n                const float sum = split == piece_of(i)",
+     "&parts[part(Splits - 1 - split, piece_of(i), round, i)]);\n                const float sum = Splits - 1 - split == piece_of(i)", "test_blank_4",
      r"BLANK 4, .*in the result once, but the bits are not those of adding them in order"),
-    # always the second split
-    ("06", "left[((split - 1) * Values + i) / 4 * 4 * Stride + i % 4]", "left[i / 4 * 4 * Stride + i % 4]", "test_blank_4",
-     r"BLANK 4, .*the parts are in the result 1, 3, 0, 0 times; each must be there once"),
+    # the same split each time
+    ("06", "&parts[part(split, piece_of(i), round, i)]", "&parts[part(1, piece_of(i), round, i)]", "test_blank_4",
+     r"BLANK 4, .*the piece of split 0, hold the four parts 1, 3, 0, 0 times; each must be there once"),
     # the last forgotten
-    ("06", "for (int split = 1; split < Splits; ++split) value", "for (int split = 1; split < Splits - 1; ++split) value", "test_blank_4",
-     r"BLANK 4, .*the parts are in the result 1, 1, 1, 0 times"),
-    # as if split 0 had left its sum there too
-    ("06", "left[((split - 1) * Values + i) / 4 * 4 * Stride + i % 4]", "left[(split * Values + i) / 4 * 4 * Stride + i % 4]", "test_blank_4",
-     r"BLANK 4, "),
+    ("06", "for (int split = 0; split < Splits; ++split) {\n                const float* four",
+     "for (int split = 0; split < Splits - 1; ++split) {\n                const float* four", "test_blank_4",
+     r"BLANK 4, .* 1, 1, 1, 0 times"),
+    # its own sum forgotten
+    ("06", "split == piece_of(i) ? total[round][i] : four[i % 4];", "split == piece_of(i) ? 0.0f : four[i % 4];", "test_blank_4",
+     r"BLANK 4, .*the piece of split 0, hold the four parts 0, 1, 1, 1 times"),
+    # its own sum taken for split 0's, whoever it is
+    ("06", "split == piece_of(i) ? total[round][i] : four[i % 4];", "split == 0 ? total[round][i] : four[i % 4];", "test_blank_4",
+     r"BLANK 4, .*the piece of split 1, hold the four parts 0, 1, 2, 1 times"),
     # the first of four registers for all of them
-    ("06", "left[((split - 1) * Values + i) / 4 * 4 * Stride + i % 4]", "left[((split - 1) * Values + i) / 4 * 4 * Stride]", "test_blank_4",
-     r"BLANK 4, .*no sums of the four parts of their own element.*is at \(\(s - 1\) \* Values \+ i\) / 4"),
-    # the other threads' registers forgotten
-    ("06", "left[((split - 1) * Values + i) / 4 * 4 * Stride + i % 4]", "left[(split - 1) * Values + i]", "test_blank_4",
-     r"BLANK 4, .*no sums of the four parts of their own element"),
+    ("06", "total[round][i] : four[i % 4];", "total[round][i] : four[0];", "test_blank_4",
+     r"BLANK 4, .*no sums of the four parts of their own element.*the four that begin at parts"),
 ]  # fmt: skip
 
 WRONG = WRONG_01 + WRONG_02 + WRONG_03 + WRONG_04 + WRONG_05 + WRONG_06

@@ -40,7 +40,8 @@ ADVICE = {
        "before it from that lane.",
     3: "Tokens are rows of X, or of Y where Swapped. Contiguous: they are rows begins[group] to begins[group] + size. "
        "Masked: rows 0 to size.",
-    4: "Split 0's sum, plus split 1's, plus split 2's and so on; register i of split s is at ((s - 1) * Values + i) / 4 * 4 * Stride + i % 4.",
+    4: "Split 0's sum, plus split 1's, plus split 2's and so on. This CTA's own is in total[round][i], that of another split s the "
+       "(i % 4)th of the four that begin at parts[part(s, piece_of(i), round, i)].",
 }  # fmt: skip
 
 
@@ -157,6 +158,9 @@ def launch(source: Path, problem: Problem, operands: Operands, out: torch.Tensor
         kernels.launch(problem, chosen, operands, out)
 
 
+PIECE = 16  # columns that one CTA adds up: half of a tile's, since pieces of TMA stores have 16 at least
+
+
 def split_sums(source: Path, options: dict, device: torch.device) -> str | None:
     """A product with K in four parts. What is wrong with it, or None."""
     m, n, k, parts = 70, 40, 1024, 4
@@ -175,15 +179,15 @@ def split_sums(source: Path, options: dict, device: torch.device) -> str | None:
         each.append(reference.matmul_hopper(*slices, out_dtype=torch.float32).double().flatten().cpu())
     each, sums = torch.stack(each, 1), out.double().flatten().cpu()
     where = f"{problem.m} x {n} x {k}, K in {parts} parts" + "".join(f", {name}={value}" for name, value in options.items())
-    for rows in torch.arange(m * n).view(m, n).split(64):
-        rows = rows.flatten()
-        solved = torch.linalg.lstsq(each[rows], sums[rows, None]).solution[:, 0]
-        times = solved.round()
-        if (each[rows] @ times - sums[rows]).abs().max() > 1e-4 * sums.abs().max():
-            return f"{where}: the results are no sums of the four parts of their own element."
+    for piece in (piece for rows in torch.arange(m * n).view(m, n).split(64) for piece in rows.split(PIECE, dim=1)):
+        of_piece, (row, column) = piece.flatten(), divmod(int(piece[0, 0]), n)
+        place = f"D[{row}][{column}] and those beside it, the piece of split {column // PIECE % 2},"
+        times = torch.linalg.lstsq(each[of_piece], sums[of_piece, None]).solution[:, 0].round()
+        if (each[of_piece] @ times - sums[of_piece]).abs().max() > 1e-4 * sums.abs().max():
+            return f"{where}: {place} are no sums of the four parts of their own element."
         if (times != 1).any():
-            counted = ", ".join(f"{count:.0f}" for count in times)
-            return f"{where}: the parts are in the result {counted} times; each must be there once."
+            counted = ", ".join(str(int(count)) for count in times)
+            return f"{where}: {place} hold the four parts {counted} times; each must be there once."
     return f"{where}: every part is in the result once, but the bits are not those of adding them in order."
 
 

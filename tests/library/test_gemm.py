@@ -397,7 +397,7 @@ def test_after_warmup_no_m_compiles(request, tmp_path, monkeypatch, kind, groups
         cached.cache_clear()
         request.addfinalizer(cached.cache_clear)  # these kernels are empty
     done = fp8_gemm.warmup(weights, kind=kind, groups=groups)
-    assert all(kind == e.problem.kind and "compiled for an H200" in str(e) for e in done) and len(done) <= 16 * len(weights)
+    assert all(kind == e.problem.kind and "compiled for an H200" in str(e) for e in done) and len(done) <= 20 * len(weights)
     assert calls["nvrtc"] >= len({kernels.kernel_of(e.problem, e.plan) for e in done}) > 4
 
     def call_all():

@@ -31,7 +31,7 @@ def test_plans_of_20000_random_problems_fit_the_hardware(seed):
         problem = random_problem(rng)
         made = plan(problem, rng.choice((132, 131, 114, 78, 3)))
         assert plans.shared_bytes(made, problem) <= (227, 113)[made.ctas_per_sm - 1] * 1024, (problem, made)
-        assert 2 <= made.num_stages <= 8, (problem, made)
+        assert 2 <= made.num_stages <= 9, (problem, made)
         sums = made.rounds * made.block_y // 2 + (made.block_y // 2 if problem.interval else 0)
         assert sums <= 192 and made.block_y % 8 == 0 and 8 <= made.block_y <= 256, (problem, made)  # 232 registers less addresses
         assert 128 * (1 + made.consumers) <= 1024
@@ -46,7 +46,7 @@ def test_plans_of_20000_random_problems_fit_the_hardware(seed):
 @pytest.mark.parametrize("overrides", [
     {"block_m": 128, "block_n": 112}, {"block_m": 16, "swap_ab": True}, {"block_n": 64, "swap_ab": True}, {"split_k": 3},
     {"num_stages": 3}, {"num_sms": 20}, {"group_m": 2}, {"batch_invariant": True}, {"split_k": 5}, {"block_m": 40, "swap_ab": True},
-    {"block_m": 256}, {"block_n": 256, "swap_ab": True}, {"multicast": 1}, {"multicast": 2}, {"multicast": 2, "num_sms": 2},
+    {"block_m": 256}, {"block_n": 256, "swap_ab": True}, {"multicast": 1}, {"multicast": 2}, {"multicast": 2, "num_sms": 2}, {"ctas_per_sm": 1}, {"ctas_per_sm": 2, "block_m": 64, "swap_ab": False}, {"num_stages": 9},
 ])  # fmt: skip
 def test_overrides_are_obeyed(overrides):
     made = plan(Problem("dense", 100, 4096, 4096), 132, **overrides)
@@ -58,11 +58,12 @@ def test_overrides_are_obeyed(overrides):
 
 @pytest.mark.parametrize("overrides, message", [
     ({"block_m": 100}, "block_m=100"), ({"block_n": 256, "swap_ab": False}, "block_n=256"), ({"split_k": 9}, "split_k=9"),
-    ({"block_n": 24, "swap_ab": False}, "block_n=24"), ({"block_m": 136, "swap_ab": True}, "block_m=136"), ({"num_stages": 1}, "num_stages=1"),
+    ({"block_n": 24, "swap_ab": False}, "block_n=24"), ({"block_m": 136, "swap_ab": True}, "block_m=136"), ({"num_stages": 1}, "num_stages=1"), ({"num_stages": 10}, "num_stages=10"),
     ({"num_stages": 8, "block_m": 256, "block_n": 128}, "num_stages=8"), ({"num_sms": 133}, "num_sms is 133"),
     ({"multicast": 3}, "multicast=3"), ({"multicast": 2, "swap_ab": True}, "swap_ab=True, multicast=2"),
     ({"multicast": 2, "split_k": 2}, "split_k=2, multicast=2"), ({"multicast": 2, "num_sms": 1}, "multicast=2, num_sms=1"),
-    ({"multicast": 2, "batch_invariant": True}, "multicast=2, batch_invariant=True"),
+    ({"multicast": 2, "batch_invariant": True}, "multicast=2, batch_invariant=True"), ({"ctas_per_sm": 3}, "ctas_per_sm=3"),
+    ({"ctas_per_sm": 2, "block_m": 128, "swap_ab": False}, "ctas_per_sm=2"), ({"ctas_per_sm": 2, "num_sms": 100}, "ctas_per_sm=2, num_sms=100"),
 ])  # fmt: skip
 def test_impossible_overrides_are_refused(overrides, message):
     with pytest.raises(ValueError, match=message):
@@ -121,29 +122,29 @@ def test_batch_invariant_plans_do_not_depend_on_m():
 
 # (M, N, K): plans (block_m, block_n, splits) that took at most 4 % longer than the fastest of those timed on an H200, fastest first.
 FASTEST = {
-    (1, 2112, 7168): [(8, 64, 6)],
+    (1, 2112, 7168): [(8, 64, 6), (8, 64, 3)],
     (1, 4096, 7168): [(8, 64, 2)],
     (1, 7168, 2048): [(8, 64, 1), (8, 64, 2), (8, 128, 2)],
-    (1, 7168, 16384): [(8, 64, 1), (8, 64, 2), (8, 128, 4)],
+    (1, 7168, 16384): [(8, 64, 1), (8, 64, 2), (8, 128, 2)],
     (1, 24576, 1536): [(8, 64, 1), (8, 128, 1)],
     (1, 32768, 512): [(8, 64, 1), (8, 128, 1)],
-    (16, 2112, 7168): [(16, 64, 3), (16, 64, 6)],
+    (16, 2112, 7168): [(16, 64, 6), (16, 64, 3)],
     (16, 4096, 7168): [(16, 64, 2)],
     (16, 7168, 2048): [(16, 64, 1), (16, 64, 2)],
-    (16, 7168, 16384): [(16, 64, 1), (16, 64, 2)],
+    (16, 7168, 16384): [(16, 64, 1), (16, 64, 2), (16, 128, 2)],
     (16, 24576, 1536): [(16, 64, 1), (64, 192, 1), (16, 128, 1)],
     (16, 32768, 512): [(16, 64, 1), (16, 128, 1)],
-    (64, 2112, 7168): [(64, 32, 3), (64, 32, 2)],
-    (64, 4096, 7168): [(64, 32, 2)],
-    (64, 7168, 2048): [(64, 32, 1), (64, 64, 1)],
-    (64, 7168, 16384): [(64, 64, 2)],
+    (64, 2112, 7168): [(64, 64, 3), (64, 32, 3)],
+    (64, 4096, 7168): [(64, 64, 2), (64, 32, 2)],
+    (64, 7168, 2048): [(64, 64, 1), (64, 32, 1)],
+    (64, 7168, 16384): [(64, 112, 2), (64, 64, 1)],
     (64, 24576, 1536): [(64, 96, 1), (64, 192, 1)],
-    (128, 2112, 7168): [(128, 32, 2)],
+    (128, 2112, 7168): [(128, 32, 2), (128, 64, 3)],
     (128, 4096, 7168): [(128, 64, 2)],
     (128, 7168, 2048): [(128, 64, 1), (64, 64, 1)],
-    (128, 7168, 16384): [(128, 112, 2)],
+    (128, 7168, 16384): [(128, 128, 2), (128, 112, 2), (128, 192, 3)],
     (128, 24576, 1536): [(128, 96, 1), (128, 192, 1)],
-    (128, 32768, 512): [(128, 128, 1)],
+    (128, 32768, 512): [(128, 96, 1), (128, 128, 1)],
     (4096, 4096, 4096): [(256, 128, 1)],
     (4096, 7168, 2048): [(256, 128, 1)],
     (8192, 8192, 8192): [(256, 128, 1), (128, 192, 1)],

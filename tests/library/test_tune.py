@@ -281,10 +281,10 @@ def test_a_plan_of_the_table_computes_the_same_on_a_gpu(real_gpu):
 
 @pytest.mark.parametrize("content", [
     b"", b"{", b"[]", b"\xff\xfe", b"null", b'{"overrides": {}}', b'{"overrides": {"swap_ab": true}, "seconds": 1}',
-    b'{"overrides": {"swap_ab": 1, "block_m": 64, "block_n": 64, "split_k": 1, "multicast": 1}, "seconds": 1}',
-    b'{"overrides": {"swap_ab": false, "block_m": 64, "block_n": 64, "split_k": 1, "multicast": 1}, "seconds": "fast"}',
-    b'{"overrides": {"swap_ab": false, "block_m": 100, "block_n": 60, "split_k": 1, "multicast": 1}, "seconds": 1}',
-    *(b'{"overrides": {"swap_ab": false, "block_m": 64, "block_n": 64, "split_k": 1, "multicast": 1}, "seconds": %s}' % seconds
+    b'{"overrides": {"swap_ab": 1, "block_m": 64, "block_n": 64, "split_k": 1, "multicast": 1, "ctas_per_sm": 1}, "seconds": 1}',
+    b'{"overrides": {"swap_ab": false, "block_m": 64, "block_n": 64, "split_k": 1, "multicast": 1, "ctas_per_sm": 1}, "seconds": "fast"}',
+    b'{"overrides": {"swap_ab": false, "block_m": 100, "block_n": 60, "split_k": 1, "multicast": 1, "ctas_per_sm": 1}, "seconds": 1}',
+    *(b'{"overrides": {"swap_ab": false, "block_m": 64, "block_n": 64, "split_k": 1, "multicast": 1, "ctas_per_sm": 1}, "seconds": %s}' % seconds
       for seconds in (b"1" + 400 * b"0", b"1" + 5000 * b"0", b"true", b"Infinity", b"NaN", b"1e999", b"0")),
     100_000 * b"[",
 ], ids=lambda content: str(content[:100]))  # fmt: skip
@@ -327,7 +327,7 @@ def test_many_processes_and_threads_write_at_once(gpu):
         "import sys, torch; from importlib import import_module; from fp8_gemm import Problem\n"
         "t = import_module('fp8_gemm.tune')\n"
         "t.machine = lambda index: ('NVIDIA H200', 132)\n"
-        "entry = t.Entry({'swap_ab': False, 'block_m': 64, 'block_n': 64, 'split_k': 1, 'multicast': 1}, 1e-6)\n"
+        "entry = t.Entry({'swap_ab': False, 'block_m': 64, 'block_n': 64, 'split_k': 1, 'multicast': 1, 'ctas_per_sm': 1}, 1e-6)\n"
         "for i in range(50): t._store(Problem('dense', 8, 8, 128), torch.device('cuda', 0), entry)\n"
         "t._store(Problem('dense', 8, int(sys.argv[1]), 128), torch.device('cuda', 0), entry)\n"
     )

@@ -9,39 +9,42 @@ from fp8_gemm.problem import LARGEST_SIZE, Problem
 
 BLOCK_K = 128
 SHARED_BYTES = 227 * 1024  # of one CTA on Hopper
-MAX_STAGES = 8
+MAX_STAGES = 9  # more are no faster, where they fit
+# Where weights are read once, more bytes of them on their way than this make HBM slower, by up to 5 %: in one wave of tiles, and in more.
+BYTES_ON_THEIR_WAY, BYTES_ON_THEIR_WAY_IN_WAVES = 11.2e6, 15.2e6
 PANEL_ROWS = 16  # rows of D that one warp stages for TMA
 # Accumulators a consumer thread can hold beside everything else: 232 registers less about 40.
 MAX_ACCUMULATORS = 192
-# The same where two CTAs of one consumer share an SM: 192 registers less about 40; and a half of the SM's 228 KB, less 1 KB each.
+# The same where two CTAs of one consumer share an SM: 192 registers less about 40; and a half of the SM's 228 KB, less 1 KB each. (Two of
+# two consumers, with 104 registers and tiles of 128 x 64, were slower than one of them.)
 MAX_ACCUMULATORS_OF_TWO, SHARED_BYTES_OF_TWO = 152, 113 * 1024
 
-# The machine, for predictions: rates and costs, fitted to 3900 measurements on H200s (docs/notes/performance.md).
+# The machine, for predictions: rates and costs, fitted to 2500 measurements on H200s (docs/notes/performance.md).
 CLOCK_HZ = 1.92e9  # in products of a few µs; those of a ms run at 1.5 to 1.7 GHz
 MACS_PER_CYCLE = 4096  # of one SM's tensor cores, FP8
-L2_BYTES_PER_CYCLE = 61  # into one SM
-READ_BYTES_PER_S = 4.13e12  # from HBM, all SMs together
-SMS_FOR_FULL_RATE = 0.23  # of all: with fewer SMs at work than this, HBM's rate is theirs, each its share
+L2_BYTES_PER_CYCLE = 58  # into one SM
+READ_BYTES_PER_S = 4.24e12  # from HBM, all SMs together
+SMS_FOR_FULL_RATE = 0.255  # of all: with fewer SMs at work than this, HBM's rate is theirs, each its share
 # Clusters must lie in one GPC, of 16 or 18 SMs, so that those of 3 or 6 CTAs leave places free: (CTAs of a cluster, CTAs on an SM) to the
 # share of the places that they can fill.
 PLACES = {(3, 1): 0.87, (3, 2): 0.82, (6, 1): 0.79, (6, 2): 0.79}
-LAUNCH_S = 0.37e-6  # of a kernel in a CUDA graph, until its first bytes arrive
+LAUNCH_S = 0.27e-6  # of a kernel in a CUDA graph, until its first bytes arrive
 # From a slot of the ring being given back to its being full again: the way to HBM and back, the slot's bytes, and something for each of
 # its rows outside of the operand: TMA fills those with zeros more slowly than it copies others.
-LATENCY_CYCLES, FILL_BYTES_PER_CYCLE, ROW_OUTSIDE_CYCLES = 1705, 33, 23.5
+LATENCY_CYCLES, FILL_BYTES_PER_CYCLE, ROW_OUTSIDE_CYCLES = 1650, 23.4, 23.5
 # Promotion, in shares of the products' time on top of it: each output has a factor of its own, which is read and multiplied; or a tile
 # can touch two blocks of 128 columns that share a scale. With a factor for a row it is hidden: other warps multiply meanwhile.
-VECTOR_FACTORS, TWO_FACTORS = 1.08, 0.104
-WAIT_CYCLES = 67  # of a warpgroup between its wgmma and its next one, when it is alone
+VECTOR_FACTORS, TWO_FACTORS = 1.08, 0.094
+WAIT_CYCLES = 20  # of a warpgroup between its wgmma and its next one, when it is alone
 # After a CTA's last block: the last wgmma and promotion; D's bytes, through shared memory; more for each output where threads store. And
 # between two of its tiles, where the first one's outputs are stored under the second one's wgmma.
-EPILOGUE_CYCLES, STORE_BYTES_PER_CYCLE, SCATTERED_STORE_CYCLES = 2325, 13.5, 0.095
-BETWEEN_CYCLES = 2215
+EPILOGUE_CYCLES, STORE_BYTES_PER_CYCLE, SCATTERED_STORE_CYCLES = 2640, 14.6, 0.14
+BETWEEN_CYCLES = 1456
 # Two CTAs that share rows of A, in tiles of two rounds: less comes from L2, which is power, and clocks where the GPU is at its power limit;
 # but each waits for the other. A share of the products' time, and seconds of a call. Narrower tiles gain too little to predict.
-MULTICAST_SAVES, MULTICAST_S = 0.03, 0.5e-6
-# K split: the cluster's barrier, which takes longer where the cluster lies badly in a GPC; each output of each part that is sent and added.
-HAND_OVER_CYCLES, HAND_OVER_CYCLES_OF_THREES, SUM_CYCLES = 508, 1017, 0.14
+MULTICAST_SAVES, MULTICAST_S = 0.03, 1.5e-6
+# K split: until the last CTA of a cluster is there, for each doubling of its CTAs; each output of each part that is sent and added.
+HAND_OVER_CYCLES, SUM_CYCLES = 530, 0.136
 
 
 class Plan(NamedTuple):
@@ -99,7 +102,8 @@ class Plan(NamedTuple):
     def __str__(self):
         cut = f"tiles of {self.block_m} x {self.block_n}" + (", A and B swapped" if self.swap_ab else "")
         split = f", K in {self.splits} parts" if self.splits > 1 else ", rows of A shared by two" if self.multicast > 1 else ""
-        return (f"{cut}{split}, {self.num_stages} pipeline stages, {self.tiles} tiles in {self.waves} wave{'s' * (self.waves != 1)} "
+        pair = ", two CTAs on an SM" if self.ctas_per_sm > 1 else ""
+        return (f"{cut}{split}{pair}, {self.num_stages} pipeline stages, {self.tiles} tiles in {self.waves} wave{'s' * (self.waves != 1)} "
                 f"on {self.num_sms} SMs; predicted {self.seconds * 1e6:.1f} µs")  # fmt: skip
 
 
@@ -110,16 +114,26 @@ def vector_scales(problem: Problem, swap_ab: bool) -> bool:
 
 def shared_bytes(plan: Plan, problem: Problem) -> int:
     """Bytes of ``struct Shared`` in kernels/gemm.cu."""
-    slot, fixed = _shared_parts(plan, problem)
-    return -(-(plan.num_stages * slot + fixed) // 1024) * 1024
+    operands, other, fixed = _shared_parts(plan, problem)
+    return -(-(max(plan.num_stages * operands, _parts_bytes(plan, problem)) + plan.num_stages * other + fixed) // 1024) * 1024
 
 
-def _shared_parts(plan: Plan, problem: Problem) -> tuple[int, int]:
-    """Bytes of one slot of the ring, and of all that is there once."""
+def piece(plan: Plan, problem: Problem) -> int:
+    """Columns of a tile that one CTA of a cluster adds up and stores where K is split, else all: ``PieceY`` in kernels/gemm.cu."""
+    unit = 16 if stores_by_tma(plan, problem) else 8
+    return -(-plan.block_y // (unit * plan.splits)) * unit
+
+
+def _parts_bytes(plan: Plan, problem: Problem) -> int:
+    """Of the sums that a CTA gets from the others of its cluster. They arrive where operands lay."""
+    return 4 * (plan.splits - 1) * plan.block_x * piece(plan, problem)
+
+
+def _shared_parts(plan: Plan, problem: Problem) -> tuple[int, int, int]:
+    """Bytes of one slot's operands, of all else for one slot, and of all that is there once."""
     scales_y = plan.block_y if vector_scales(problem, plan.swap_ab) else -(-_scale_blocks(plan.block_y) // 4) * 4
-    slot = (plan.block_x + plan.block_y) * BLOCK_K + 4 * (plan.block_x + scales_y) + 16
-    parts = 4 * (plan.splits - 1) * plan.block_x * plan.block_y if plan.splits > 1 else 16
-    return slot, 4 * plan.consumers * PANEL_ROWS * panel_bytes(plan, problem) + parts + 8 * plan.consumers
+    fixed = 4 * plan.consumers * PANEL_ROWS * panel_bytes(plan, problem) + 8 * plan.consumers + 8
+    return (plan.block_x + plan.block_y) * BLOCK_K, 4 * (plan.block_x + scales_y) + 16, fixed
 
 
 def _scale_blocks(block_y: int) -> int:
@@ -150,10 +164,10 @@ def turns(plan: Plan, problem: Problem) -> bool:
 
 
 def panel_bytes(plan: Plan, problem: Problem) -> int:
-    """Bytes of a row of D staged together: the widest swizzle span that divides the tile's row."""
+    """Bytes of a row of D staged together: the widest swizzle span that divides what a CTA stores of the tile's row."""
     if not stores_by_tma(plan, problem):
         return 16
-    row = plan.block_y * problem.out_dtype.itemsize
+    row = math.gcd(plan.block_y, piece(plan, problem)) * problem.out_dtype.itemsize
     return next(span for span in (128, 64, 32) if row % span == 0)
 
 
@@ -201,19 +215,20 @@ def _predict(problem: Problem, plan: Plan) -> float:
         """Cycles until the CTAs that share an SM have each multiplied their tile: latencies overlap, the SM's work adds up."""
         return k_blocks * _together(ctas * multiply, ctas * slot / L2_BYTES_PER_CYCLE, refill, alone)
 
-    outputs, size = block_x * block_y, problem.out_dtype.itemsize
+    outputs, size = block_x * piece(plan, problem), problem.out_dtype.itemsize  # that one CTA stores
     tail = EPILOGUE_CYCLES + outputs * size * (2 if problem.accumulate else 1) / STORE_BYTES_PER_CYCLE
     if not stores_by_tma(plan, problem):
         tail += SCATTERED_STORE_CYCLES * outputs
     if plan.splits > 1:
-        tail += HAND_OVER_CYCLES_OF_THREES if plan.splits % 3 == 0 else HAND_OVER_CYCLES
-        tail += (plan.splits - 1) * SUM_CYCLES * outputs
+        tail += HAND_OVER_CYCLES * math.log2(plan.splits) + (plan.splits - 1) * SUM_CYCLES * outputs
 
     full_waves = plan.waves - 1
     in_last_wave = plan.tiles - full_waves * plan.at_once
     # A tile is stored while the next is multiplied, if its sums are promoted.
     between = BETWEEN_CYCLES if problem.interval is not None and plan.splits == 1 else tail
-    cycles = full_waves * (products(plan.ctas_per_sm) + between) + products(-(-in_last_wave // plan.num_sms))
+    # CTAs are spread over SMs before two share one; but those of a cluster of 3 or 6 share (64 x 2112 x 7168, 99 CTAs: 0.5 µs more).
+    sharing_an_sm = plan.ctas_per_sm if plan.splits % 3 == 0 else -(-in_last_wave // plan.num_sms)
+    cycles = full_waves * (products(plan.ctas_per_sm) + between) + products(sharing_an_sm)
 
     sharing = plan.multicast > 1 and plan.rounds == 2
     if sharing:
@@ -227,22 +242,42 @@ def _predict(problem: Problem, plan: Plan) -> float:
     return LAUNCH_S + (MULTICAST_S if sharing else 0) + _together(cycles / CLOCK_HZ, moved / READ_BYTES_PER_S / drawing) + tail / CLOCK_HZ
 
 
+def _accumulators(problem: Problem, plan: Plan) -> int:
+    """Registers of a consumer thread that hold sums."""
+    return plan.rounds * plan.block_y // 2 + (plan.block_y // 2 if problem.interval is not None else 0)
+
+
+def _pairs(problem: Problem, plan: Plan) -> bool:
+    """Whether two CTAs of the plan find registers on an SM."""
+    factors = plan.block_y // 2 if vector_scales(problem, plan.swap_ab) else 0
+    return plan.block_x == 64 and _accumulators(problem, plan) + factors <= MAX_ACCUMULATORS_OF_TWO
+
+
+def _useful_stages(plan: Plan) -> int:
+    """Slots of the ring that make the plan faster; at least two."""
+    if plan.splits == 1 and not plan.swap_ab:
+        return MAX_STAGES
+    weights = min(plan.tiles, plan.at_once) * plan.block_n * BLOCK_K  # bytes in one slot of all CTAs
+    return max(2, int((BYTES_ON_THEIR_WAY if plan.waves == 1 else BYTES_ON_THEIR_WAY_IN_WAVES) / weights))
+
+
 def _finish(problem: Problem, plan: Plan, num_stages: int | None = None, pairs: bool = True) -> Plan | None:
     """The plan with its stages, tiles and time filled in; None if it does not fit the hardware. pairs: two CTAs may share an SM."""
-    accumulators = plan.rounds * plan.block_y // 2 + (plan.block_y // 2 if problem.interval is not None else 0)
-    if accumulators > MAX_ACCUMULATORS or plan.block_y % 8 or not 8 <= plan.block_y <= 256:
+    if _accumulators(problem, plan) > MAX_ACCUMULATORS or plan.block_y % 8 or not 8 <= plan.block_y <= 256:
         return None
     if plan.rounds == 2 and problem.interval is not None and problem.interval > BLOCK_K:
         return None  # the rounds share one accumulator, which must be emptied after every block
     if plan.group * -(-(problem.m if plan.swap_ab else problem.n) // plan.block_y) > LARGEST_SIZE:
         return None  # the kernel counts their tiles in an int
-    factors = plan.block_y // 2 if vector_scales(problem, plan.swap_ab) else 0
-    ctas_per_sm = 2 if pairs and plan.consumers == 1 and accumulators + factors <= MAX_ACCUMULATORS_OF_TWO else 1
-    slot, fixed = _shared_parts(plan, problem)
-    most = min(MAX_STAGES, ((SHARED_BYTES, SHARED_BYTES_OF_TWO)[ctas_per_sm - 1] - fixed) // slot)
+    if plan.ctas_per_sm == 2 and not (pairs and _pairs(problem, plan)):
+        return None
+    operands, other, fixed = _shared_parts(plan, problem)
+    room = (SHARED_BYTES, SHARED_BYTES_OF_TWO)[plan.ctas_per_sm - 1] - fixed
+    most = min(MAX_STAGES, room // (operands + other), (room - _parts_bytes(plan, problem)) // other)
     if not 2 <= (num_stages or most) <= most:
         return None
-    sized = plan._replace(ctas_per_sm=ctas_per_sm, num_stages=num_stages or most, tiles=_tiles(problem, plan))
+    sized = plan._replace(tiles=_tiles(problem, plan))
+    sized = sized._replace(num_stages=num_stages or min(most, _useful_stages(sized)))
     return sized._replace(seconds=_predict(problem, sized))
 
 
@@ -279,7 +314,7 @@ def every_size(problem: Problem) -> list[Problem]:
     return sizes
 
 
-OVERRIDES = ("block_m", "block_n", "num_stages", "swap_ab", "split_k", "multicast", "num_sms", "group_m", "batch_invariant")
+OVERRIDES = ("block_m", "block_n", "num_stages", "swap_ab", "split_k", "multicast", "ctas_per_sm", "num_sms", "group_m", "batch_invariant")
 
 
 def check_overrides(overrides: dict) -> None:
@@ -303,10 +338,11 @@ def plan(problem: Problem, sms: int = 132, **overrides) -> Plan:
     sms              of the GPU; num_sms: use no more than these
     block_m, block_n tile: 64, 128 or 256 on wgmma's row side (M, or N if swapped); on its column side a multiple of 16, or of 8
                      up to 128 if swapped
-    num_stages       slots of the ring, 2 to 8: as many as fit, unless given
+    num_stages       slots of the ring, 2 to 9: as many as fit and help, unless given
     swap_ab          whether A takes the column side, for few tokens
     split_k          parts that K is cut into; dense problems only
     multicast        2: two CTAs share their rows of A, each loading half of them for both; not swapped, not split. 1: none do
+    ctas_per_sm      2: two CTAs, with half of its shared memory each, run on an SM at the same time; tiles of 64 only. 1: one
     group_m          rows of tiles that are worked on together
     batch_invariant  the plan depends on neither M nor the number of tokens, and K is never split: a row's bits do not depend
                      on the rows it is computed with. Costs speed where M is small
@@ -319,23 +355,25 @@ def plan(problem: Problem, sms: int = 132, **overrides) -> Plan:
 
 @functools.lru_cache(maxsize=65536)
 def _planned(problem: Problem, sms: int = 132, *, block_m: int | None = None, block_n: int | None = None, num_stages: int | None = None,
-             swap_ab: bool | None = None, split_k: int | None = None, multicast: int | None = None, num_sms: int | None = None,
-             group_m: int | None = None, batch_invariant: bool = False) -> Plan:  # fmt: skip
+             swap_ab: bool | None = None, split_k: int | None = None, multicast: int | None = None,
+             ctas_per_sm: int | None = None, num_sms: int | None = None, group_m: int | None = None,
+             batch_invariant: bool = False) -> Plan:  # fmt: skip
     usable = num_sms or sms
     if not 1 <= usable <= sms:
         raise ValueError(f"num_sms is {num_sms}; this GPU has {sms}: allowed are 1 to {sms}")
-    best = _best(bucketed(problem), usable, usable == sms, batch_invariant, swap_ab, block_m, block_n, split_k, num_stages, group_m, multicast)
+    best = _best(bucketed(problem), usable, usable == sms, batch_invariant, swap_ab, block_m, block_n, split_k, num_stages, group_m, multicast,
+                 ctas_per_sm)  # fmt: skip
     if best is None:
         given = {"block_m": block_m, "block_n": block_n, "num_stages": num_stages, "swap_ab": swap_ab, "split_k": split_k,
-                 "multicast": multicast, "num_sms": num_sms, "group_m": group_m,
+                 "multicast": multicast, "ctas_per_sm": ctas_per_sm, "num_sms": num_sms, "group_m": group_m,
                  "batch_invariant": batch_invariant or None}  # fmt: skip
         asked = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         raise ValueError(f"no plan for {problem.kind} {problem.m} x {problem.n} x {problem.k} has {asked or 'what is asked'}. Allowed: "
                          "block_m 64, 128 or 256 and block_n a multiple of 16 up to 128 (192 beside 128 or 64; 256 where nothing is "
                          "promoted), or, swapped, block_n 64, 128 or 256 and block_m a multiple of 8 up to 128; split_k 1 to 8, dense "
                          "problems only, no more than K / 128; multicast 1 or 2, and 2 only where A and B are not swapped, K is not "
-                         "split and there are two SMs; num_stages 2 to 8, while they fit into 227 KB, or 113 KB where two CTAs share "
-                         "an SM; batch_invariant has one tile, 128 x 128; group_m with all columns fewer than 2^31 tiles. "
+                         "split and there are two SMs; ctas_per_sm 1, or 2 for tiles of 64 on wgmma's row side where no num_sms is "
+                         "given; num_stages 2 to 9, while they fit into 227 KB, or 113 KB where two CTAs share an SM; batch_invariant has one tile, 128 x 128; group_m with all columns fewer than 2^31 tiles. "
                          "Leave one of them out")  # fmt: skip
     return _finish(problem, best, best.num_stages, pairs=usable == sms)
 
@@ -343,17 +381,17 @@ def _planned(problem: Problem, sms: int = 132, *, block_m: int | None = None, bl
 @functools.lru_cache(maxsize=65536)
 def _best(problem: Problem, sms: int, pairs: bool, batch_invariant: bool, swap_ab: bool | None, block_m: int | None,
           block_n: int | None, split_k: int | None, num_stages: int | None, group_m: int | None,
-          multicast: int | None) -> Plan | None:  # fmt: skip
+          multicast: int | None, ctas_per_sm: int | None) -> Plan | None:  # fmt: skip
     """The fastest candidate that is what was asked for; None if none is. pairs: every SM is used, and may have two CTAs."""
     best = None
-    for candidate in _candidates(problem, sms, batch_invariant, split_k, (block_m, block_n), multicast):
+    for candidate in _candidates(problem, sms, batch_invariant, split_k, (block_m, block_n), multicast, ctas_per_sm if pairs else 1):
         if swap_ab not in (None, candidate.swap_ab) or split_k not in (None, candidate.splits):
             continue
-        if multicast not in (None, candidate.multicast):
+        if multicast not in (None, candidate.multicast) or ctas_per_sm not in (None, candidate.ctas_per_sm):
             continue
         if block_m not in (None, candidate.block_m) or block_n not in (None, candidate.block_n):
             continue
-        # The GPU spreads CTAs over all SMs before it puts two on one: to leave SMs free, no more CTAs than the others.
+        # The GPU spreads CTAs over all SMs before it puts two on one: to leave SMs free, no more CTAs than the others, pairs or not.
         finished = _finish(problem, candidate._replace(group=group_m or candidate.group), num_stages, pairs)
         if finished is None or (not pairs and finished.splits > 1 and finished.waves > 1):
             continue
@@ -397,12 +435,16 @@ def _shares(problem: Problem, plan: Plan) -> bool:
 ROWS = {64: (1, 1), 128: (2, 1), 256: (2, 2)}  # rows of X: (consumers, rounds)
 # Columns that are tried: about those that were timed. Others (multiples of 16, or of 8 if swapped) only where they are asked for.
 COLUMNS, COLUMNS_SWAPPED = (16, 32, 64, 96, 112, 128, 160, 192, 224, 256), (8, 16, 24, 32, 48, 64, 96, 128)
+# Columns of a tile of 64 rows from which on one CTA has more slots than each of two, and makes use of them.
+LEAST_COLUMNS_OF_ONE = 48
 # Parts of K, likewise. Clusters of 4 and 8 CTAs were never the fastest; they may leave part of a GPC's 16 or 18 SMs unused.
 SPLITS, MAX_SPLITS = (2, 3, 6), 8
+LEAST_UNITS = 2  # blocks of K, or intervals of promotion, in a part
+LARGEST_TILE_OF_SIX = 64 * 64  # clusters of 6 with larger ones were slower than others, and than predicted
 
 
 def _candidates(problem: Problem, sms: int, batch_invariant: bool = False, split_k: int | None = None, asked: tuple = (),
-                multicast: int | None = None):  # fmt: skip
+                multicast: int | None = None, ctas_per_sm: int | None = None):  # fmt: skip
     """Every cut worth a prediction, before hardware limits; asked: sizes of tiles that are tried whether worth it or not."""
     together = ROWS_TOGETHER_SHORT if short(problem) else ROWS_TOGETHER
     if batch_invariant:
@@ -427,14 +469,24 @@ def _candidates(problem: Problem, sms: int, batch_invariant: bool = False, split
         for block_x in rows:
             consumers, rounds = ROWS[block_x]
             for block_y in columns:
-                if block_y == 112 and block_x != 128 and block_y not in asked:
+                if block_y == 112 and block_x == 256 and block_y not in asked:
                     continue  # pays where N is 7168 and K is split, for it cuts N into 64; else one kernel more
                 one = Plan(swapped, consumers, rounds, block_y, 0, 1, 1, together, 1, sms, 0, 0.0)
+                if _accumulators(problem, one) > MAX_ACCUMULATORS:
+                    continue
+                cuts = [one]
                 if not swapped and sms > 1 and (multicast == 2 or (multicast is None and _shares(problem, one))):
-                    yield one._replace(multicast=2)  # first: where it is predicted to take as long, less is moved
-                yield one
+                    cuts.insert(0, one._replace(multicast=2))  # first: where it is predicted to take as long, less is moved
                 if problem.kind == "dense":
                     wanted = (split_k,) if split_k in range(2, MAX_SPLITS + 1) else ()
                     if split_k is None and _tiles(problem, one) < sms:  # splitting K only helps where SMs have nothing to do
-                        wanted = SPLITS
-                    yield from (one._replace(splits=splits) for splits in wanted if splits <= units)
+                        parts = SPLITS if block_x * block_y <= LARGEST_TILE_OF_SIX else SPLITS[:-1]
+                        wanted = [splits for splits in parts if splits * LEAST_UNITS <= units]
+                    cuts += [one._replace(splits=splits) for splits in wanted if splits <= units]
+                for cut in cuts:
+                    both = ctas_per_sm != 1 and _pairs(problem, cut)
+                    if both:
+                        yield cut._replace(ctas_per_sm=2)
+                    # One CTA on an SM pays where there are no more, and two would have fewer slots.
+                    if not both or (block_y >= LEAST_COLUMNS_OF_ONE and cut.splits < 6 and _tiles(problem, cut) <= sms):
+                        yield cut

@@ -41,7 +41,7 @@ MOST_SETS = 16  # sets of operands, used in turn so that weights come from memor
 LARGEST_DIFFERENCE = 2.0**-7  # of two plans' outputs, as part of the largest: twice the rounding of bfloat16, the coarsest
 
 # The options of plan() that an entry may hold: what tells the model's candidates for one problem apart.
-OVERRIDES = {"swap_ab": bool, "block_m": int, "block_n": int, "split_k": int, "multicast": int}
+OVERRIDES = {"swap_ab": bool, "block_m": int, "block_n": int, "split_k": int, "multicast": int, "ctas_per_sm": int}
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def _check_same_result(problem: Problem, model: Plan, fastest: Plan, operand_set
 def overrides_of(chosen: Plan) -> dict:
     """The options with which plan() makes this plan again."""
     return {"swap_ab": chosen.swap_ab, "block_m": chosen.block_m, "block_n": chosen.block_n, "split_k": chosen.splits,
-            "multicast": chosen.multicast}  # fmt: skip
+            "multicast": chosen.multicast, "ctas_per_sm": chosen.ctas_per_sm}  # fmt: skip
 
 
 def name_of(problem: Problem) -> str:

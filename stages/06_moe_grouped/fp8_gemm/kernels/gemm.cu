@@ -20,6 +20,7 @@ enum Kind { Dense, Contiguous, Masked, KGrouped };
 
 // Constants from the host, bound once.
 constexpr int Problem = KIND;              // a Kind
+constexpr bool GroupsOfTokens = Problem == Contiguous || Problem == Masked;  // groups of tokens, each with weights of its own
 constexpr bool Swapped = SWAPPED;          // X is B
 constexpr int Consumers = CONSUMERS;       // warpgroups that multiply: 1 or 2
 constexpr int Rounds = ROUNDS;             // wgmma tiles of 64 rows that each works on in turn: 1 or 2
@@ -46,10 +47,12 @@ constexpr int CtasPerSm = CTAS_PER_SM;     // 2: small tiles, so that a CTA, or 
 // they can get.
 constexpr int ProducerRegisters = Rounds == 2 ? 40 : 56, ConsumerRegisters = CtasPerSm == 2 ? 192 : Rounds == 2 ? 232 : 224;
 constexpr int Cluster = Splits * Multicast;  // CTAs; one of the two is 1
-constexpr int Values = Rounds * BlockY / 2;  // outputs of one thread
 constexpr int WarpsForX = BlockX > 128 ? 2 : 1;  // that copy scales of X, at most 128 each
+// Where K is split, each CTA of the cluster adds up and stores a piece of the columns, as long as there are pieces of 16 (8 where threads store).
+constexpr int PieceUnit = StoreByTma ? 16 : 8;
+constexpr int PieceY = (BlockY / PieceUnit + Splits - 1) / Splits * PieceUnit, Pieces = (BlockY + PieceY - 1) / PieceY;
 // A panel is what one warp stages for one TMA store: 16 rows of D, as wide as a swizzle span (128, 64 or 32 bytes) can be.
-constexpr int RowBytes = BlockY * sizeof(Output);
+constexpr int RowBytes = (BlockY | PieceY) * sizeof(Output);  // a power of two divides this if it divides both
 constexpr int PanelBytes = !StoreByTma ? 16 : RowBytes % 128 == 0 ? 128 : RowBytes % 64 == 0 ? 64 : 32;
 constexpr int PanelColumns = PanelBytes / sizeof(Output);
 // Columns of a round that are stored together: where in halves, about half of them, in whole panels.
@@ -81,20 +84,25 @@ typedef PlaceFor<Rounds>::type Place;
 constexpr int SlotX = (SideBySide ? BlockX + BlockY : BlockX) * BlockK, SlotY = SideBySide ? SlotX : BlockY * BlockK;
 constexpr int FirstY = (SideBySide ? 1 : Stages) * BlockX * BlockK;    // bytes before Y of slot 0
 
+// Where K is split, the other CTAs' sums of a CTA's piece (its parts) arrive in its ring: in the first slots, once those are empty. So the
+// last block of k shall lie in the last slot, and the first one wherever that takes it.
+constexpr int RingBytes = Stages * (BlockX + BlockY) * BlockK, PartsBytes = (Splits - 1) * BlockX * PieceY * sizeof(float);
+constexpr int SlotsForParts = PartsBytes > Stages * SlotX ? Stages : (PartsBytes + SlotX - 1) / SlotX;
+
 // A factor of its own for every output is read, and multiplied, beside wgmma where registers allow, else after it.
 constexpr bool EarlyFactors = VectorY && Rounds == 1 && BlockY <= 128;
 
 WGMMA_INSTANCE(BLOCK_Y, X_FORMAT, Y_FORMAT)
 
 struct alignas(1024) Shared {              // 1024: the period of a 128-byte swizzle
-  u8 operands[Stages * (BlockX + BlockY) * BlockK];  // of slot s: X at s * SlotX, Y at FirstY + s * SlotY
+  u8 operands[RingBytes > PartsBytes ? RingBytes : PartsBytes];  // of slot s: X at s * SlotX, Y at FirstY + s * SlotY
   u8 out[4 * Consumers][16 * PanelBytes];  // one panel per warp
-  float4 parts[Splits > 1 ? (Splits - 1) * BlockX * BlockY / 4 : 1];  // splits: sums of the cluster's other CTAs, in CTA 0
   float scale_x[Stages][BlockX];           // of the slot's block of k
   float scale_y[Stages][ScalesY];
   u64 full[Stages];                        // the slot is filled: one arrival with the tiles' bytes, one per thread that copies scales
   u64 empty[Stages];                       // the slot may be overwritten: one arrival per consumer warp
   u64 parts_full[Consumers];               // splits: the parts for this consumer are there
+  u64 parts_empty;                         // splits: the others have room for theirs, one arrival each
 };
 
 struct Ring {                              // a place in the ring, the same for everyone
@@ -116,6 +124,8 @@ struct Tile {
   int group, x, y, x_end, y_end, k_block, k_end, split, place, turned, x_step, y_step;
   __device__ int x_of(int round) const { return x + (round > 0 ? Turns ? x_step : RoundRows : 0); }
   __device__ int y_of(int round) const { return y + (round > 0 && Turns ? y_step : 0); }
+  // Which of its blocks of k, counted modulo Stages, lie in slot 0. Splits: the last block lies in the last slot.
+  __device__ int in_slot_0() const { return Splits > 1 ? (k_end - k_block) % Stages : 0; }
 };
 
 // The same for all lanes of a warp. They agree on it already; the shuffle tells the compiler, which then keeps it, loops over it and
@@ -147,7 +157,7 @@ struct Scheduler {
   __device__ bool next(Tile& tile) {
     int within = index, x_rows = problem.x_rows, y_rows = problem.y_rows, size = 0;
     tile.group = 0;
-    if constexpr (Problem == Contiguous || Problem == Masked) {
+    if constexpr (GroupsOfTokens) {
       for (;; chunk += 32) {
         if (chunk >= problem.groups) return false;
         const int lane = threadIdx.x % 32, mine = tokens(chunk + lane);
@@ -277,7 +287,8 @@ __device__ __forceinline__ void store_rows(const float (&total)[BlockY / 2], con
   const int lane = threadIdx.x % 32;
   if constexpr (StoreByTma) {
 #pragma unroll                                                           // total must be indexed by constants to stay in registers
-    for (int first = from; first < until; first += PanelColumns) {
+    for (int first = 0; first < BlockY; first += PanelColumns) {
+      if (first < from || first >= until) continue;
       if (lane == 0) tma_store_wait_read<0>();                         // the panel's last store has read it
       __syncwarp();
       // Byte b of row r lies at r * PanelBytes + b, its 16-byte chunk xored with the row as the map's swizzle has it.
@@ -306,7 +317,7 @@ __device__ __forceinline__ void store_rows(const float (&total)[BlockY / 2], con
       }
       const int group = Problem == Masked || Problem == KGrouped ? tile.group : 0;
       // TMA clips at the end of D. Where D goes on after the tile's last row, the rows before that end are copied one by one.
-      if ((Problem == Contiguous || Problem == Masked) && x + 16 > tile.x_end) {
+      if (GroupsOfTokens && x + 16 > tile.x_end) {
         __syncwarp();
         constexpr int Chunks = PanelBytes / 16, Elements = 16 / sizeof(Output);   // 16 bytes each
 #pragma unroll 1
@@ -335,8 +346,9 @@ __device__ __forceinline__ void store_rows(const float (&total)[BlockY / 2], con
     }
   } else {
 #pragma unroll
-    for (int i = from / 2; i < until / 2; ++i)
-      to.store_one(tile, x + lane / 4 + i / 2 % 2 * 8, y + i / 4 * 8 + lane % 4 * 2 + i % 2, total[i]);
+    for (int i = 0; i < BlockY / 2; ++i)
+      if (i * 2 >= from && i * 2 < until)
+        to.store_one(tile, x + lane / 4 + i / 2 % 2 * 8, y + i / 4 * 8 + lane % 4 * 2 + i % 2, total[i]);
   }
 }
 
@@ -358,11 +370,14 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
       mbarrier_init(&shared.full[s], 1 + 32 * WarpsForX + min(32, ScalesY));
       mbarrier_init(&shared.empty[s], 4 * Consumers * Multicast);
     }
-    if constexpr (Splits > 1)
+    if constexpr (Splits > 1) {
+      const int rank = blockIdx.x % Splits, columns = min(PieceY, BlockY - rank * PieceY);  // of the piece; none if not positive
       for (int c = 0; c < Consumers; ++c) {
         mbarrier_init(&shared.parts_full[c], 1);
-        mbarrier_arrive_expect_tx(&shared.parts_full[c], (Splits - 1) * Values * 128 * sizeof(float));
+        if (columns > 0) mbarrier_arrive_expect_tx(&shared.parts_full[c], (Splits - 1) * Rounds * 64 * columns * sizeof(float));
       }
+      mbarrier_init(&shared.parts_empty, max(Pieces - (rank < Pieces), 1));
+    }
     fence_mbarrier_init();
     tma_prefetch_map(&map_x), tma_prefetch_map(&map_y);
   }
@@ -377,28 +392,32 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
     registers_decrease<ProducerRegisters>();
     if (warp == 0) {
       // ---- tiles: one thread fills the ring ---------------------------------------------------------------------------
-      // X's rows are read again for the next column of tiles, Y's not before the next GroupX rows of tiles: L2 keeps them if there are
-      // more and it can keep all of a group's. Else they make room for X. Swapped, there is one column of tiles, and each of them reads Y
-      // again. Weights that only one tile reads are evicted first where a call has few of them.
+      // X's rows are read again for the next column of tiles: L2 keeps them, if it can keep those of GroupX rows of tiles. Y's are read by
+      // GroupX tiles at about the same time, and then not before the next GroupX rows of tiles. In a dense product they make room for X,
+      // unless they can stay until then. Tiles of groups are not so much in step: there Y is not evicted first, which is 1 to 5 % faster.
+      // Swapped, there is one column of tiles, and each of them reads Y again. Weights that only one tile reads are evicted first where a
+      // call has few of them.
       const bool fits = (long long)(Swapped ? BlockY : GroupX * BlockX) * problem.k <= KeptBytes;
       const int x_rows_of_group = problem.x_rows / (Problem == Contiguous ? problem.groups : Problem == Masked ? 2 : 1);  // or so
       const long long weights_of_group = (long long)(Swapped ? problem.x_rows : problem.y_rows) * problem.k;
       const bool few = weights_of_group * (Problem == KGrouped ? 1 : problem.groups) <= OnceBytes;
-      const bool again = x_rows_of_group > GroupX * BlockX && weights_of_group <= KeptBytes;
+      const bool stays = x_rows_of_group > GroupX * BlockX && weights_of_group <= KeptBytes;
       const u64 policy_x = Swapped ? (few ? L2EvictFirst : L2EvictNormal) : fits ? L2EvictLast : L2EvictNormal;
-      const u64 policy_y = (Swapped ? fits : again) ? L2EvictLast
-                           : !Swapped && (x_rows_of_group > BlockX ? fits : few) ? L2EvictFirst : L2EvictNormal;
+      const bool first = !Swapped && (x_rows_of_group > BlockX ? fits && !stays && !GroupsOfTokens : few);
+      const u64 policy_y = Swapped && fits ? L2EvictLast : first ? L2EvictFirst : L2EvictNormal;
       Ring ring;
       Tile tile;
       Scheduler scheduler{problem};
       while (scheduler.next(tile)) {
         const int group_x = map_group(tile, !Swapped), group_y = map_group(tile, Swapped);
+        const int in_slot_0 = tile.in_slot_0();
 #pragma unroll 1
         for (int k_block = tile.k_block; k_block < tile.k_end; ++k_block, ring.advance()) {
           if (lane == 0) {
             mbarrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
             mbarrier_arrive_expect_tx(&shared.full[ring.slot], (BlockX + BlockY) * BlockK);
-            u8 *x = shared.operands + ring.slot * SlotX, *second = x + RoundRows * BlockK, *y = shared.operands + FirstY + ring.slot * SlotY;
+            const int slot = ring.slot - in_slot_0 + (ring.slot < in_slot_0 ? Stages : 0);
+            u8 *x = shared.operands + slot * SlotX, *second = x + RoundRows * BlockK, *y = shared.operands + FirstY + slot * SlotY;
             if constexpr (Multicast > 1) {
               // X crosses from L2 once for all. On its side a tile has as many rows of X as one CTA loads: the first does.
               constexpr int Share = BlockX / Multicast;
@@ -415,6 +434,15 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
             tma_load_3d(y, &map_y, &shared.full[ring.slot], k_block * BlockK, tile.y, group_y, policy_y);
           }
           __syncwarp();
+        }
+        if (Splits > 1 && tile.split < Pieces) {
+          cluster_wait();                                              // the others have their barriers
+          // The parts get the slots that more blocks would get: they wait for those to be empty just so.
+          if (lane == 0) {
+            for (int i = 0; i < SlotsForParts; ++i, ring.advance()) mbarrier_wait(&shared.empty[ring.slot], ring.phase ^ 1);
+            for (int cta = 0; cta < Splits; ++cta)
+              if (cta != tile.split) mbarrier_arrive_remote(&shared.parts_empty, cta);
+          }
         }
       }
     } else if (warp <= WarpsForX) {
@@ -433,6 +461,7 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
     const Destination to = {D, bias, d_rows, d_row_length};
     Ring ring;
     Place x_slot = x_first, y_slot = y_first;                          // descriptors of the current slot
+    int in_slot_0 = 0;
     int last_slot = -1;                                                // of the block before this one, which was not given back yet
     Scheduler scheduler{problem};
     Tile tile, following, before;                                      // this one, the next, the last
@@ -466,8 +495,8 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
     };
     auto advance = [&]() {
       ring.advance();
-      x_slot = ring.slot == 0 ? x_first : x_slot + SlotX / 16;
-      y_slot = ring.slot == 0 ? y_first : y_slot + SlotY / 16;
+      x_slot = ring.slot == in_slot_0 ? x_first : x_slot + SlotX / 16;
+      y_slot = ring.slot == in_slot_0 ? y_first : y_slot + SlotY / 16;
     };
     auto multiply = [&](float (&sum)[BlockY / 2], int round, bool accumulate) {
       // On its side, a tile's second round has the same rows of X, and its rows of Y where those of X are else.
@@ -480,6 +509,11 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
       wgmma_commit();
     };
     bool more = scheduler.next(tile);
+    if (Splits > 1 && more) {
+      in_slot_0 = tile.in_slot_0();
+      const int first = in_slot_0 > 0 ? Stages - in_slot_0 : 0;
+      x_slot += first * (SlotX / 16), y_slot += first * (SlotY / 16);
+    }
     while (more) {
       // Scales of a slot's block: of this thread's two rows in each round, times those of the blocks that the tile touches.
       float scale[Rounds][2][ScaleBlocks];
@@ -587,43 +621,51 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
       if (Interval == 0 || (Problem == KGrouped && tile.k_block >= tile.k_end)) more = scheduler.next(following);
 
       if constexpr (Splits > 1) {
-        // The others leave their sums in the shared memory of the CTA with the first split, which adds them up in the order of the
-        // splits: timing changes nothing. There is one tile for each cluster, so nothing there is overwritten too early.
+        // Each CTA leaves its sums in the ring of the one whose piece they are of. That one adds them up in the order of the splits: timing
+        // changes nothing. There is one tile for each cluster, so nothing there is overwritten too early.
         constexpr int Stride = 128 * Consumers;                        // threads that leave sums side by side
-        float4* parts = &shared.parts[threadIdx.x - 128];              // of this thread
-        cluster_wait();                                                // CTA 0 has its barriers
-        if (tile.split > 0) {
+        float4* parts = reinterpret_cast<float4*>(shared.operands) + threadIdx.x - 128;  // of this thread
+        // Register i of a round belongs to a piece. Where a split's part of it lies there, as one of four registers of all threads side by side:
+        auto piece_of = [&](int i) { return i / (PieceY / 2); };
+        auto part = [&](int split, int piece, int round, int i) {
+          return (((split - (split > piece)) * Rounds + round) * PieceY / 2 + i % (PieceY / 2)) / 4 * Stride;
+        };
+        if (Interval > 0) give_back(last_slot);                        // else it is given back already
+        if (Pieces > 1 || tile.split > 0) mbarrier_wait(&shared.parts_empty, 0);
 #pragma unroll
-          for (int i = 0; i < Values; i += 4) {
-            const float* four = &total[i / (BlockY / 2)][i % (BlockY / 2)];
-            float4* there = &parts[((tile.split - 1) * Values + i) / 4 * Stride];
-            store_async(there, &shared.parts_full[consumer], 0, make_float4(four[0], four[1], four[2], four[3]));
-          }
-          break;
-        }
+        for (int round = 0; round < Rounds; ++round)
+#pragma unroll
+          for (int i = 0; i < BlockY / 2; i += 4)
+            if (piece_of(i) != tile.split)
+              store_async(&parts[part(tile.split, piece_of(i), round, i)], &shared.parts_full[consumer], piece_of(i),
+                          make_float4(total[round][i], total[round][i + 1], total[round][i + 2], total[round][i + 3]));
+        if (tile.split >= Pieces) break;
         mbarrier_wait_cluster(&shared.parts_full[consumer], 0);
-        // Fours of registers of all threads side by side: register i of split s is at ((s - 1) * Values + i) / 4 * 4 * Stride + i % 4.
-        const float* left = reinterpret_cast<const float*>(parts);
 #pragma unroll
-        for (int i = 0; i < Values; ++i) {
-          float value = total[i / (BlockY / 2)][i % (BlockY / 2)];
-          // BLANK 4: add register i of the other splits, in the order of the splits
+        for (int round = 0; round < Rounds; ++round)
 #pragma unroll
-          for (int split = 1; split < Splits; ++split) value += left[((split - 1) * Values + i) / 4 * 4 * Stride + i % 4];
-          // END BLANK
-          total[i / (BlockY / 2)][i % (BlockY / 2)] = value;
-        }
-        if constexpr (Interval == 0) {
-          // The scales of this split's slot are gone; they do not depend on k.
+          for (int i = 0; i < BlockY / 2; ++i)
+            if (piece_of(i) == tile.split) {
+              float value = 0.0f;
+              // BLANK 4: add up register i of all splits in the order of the splits: this CTA's own, and those that the others left
 #pragma unroll
-          for (int round = 0; round < Rounds; ++round)
-#pragma unroll
-            for (int i = 0; i < BlockY / 2; ++i) {
-              const int x = tile.x_of(round) + my_row + i / 2 % 2 * 8, y = tile.y + i / 4 * 8 + lane % 4 * 2 + i % 2;
-              if (x < tile.x_end && y < tile.y_end)
-                total[round][i] *= scale_x[(x >> of_x.shift) * of_x.row_stride] * scale_y[(y >> of_y.shift) * of_y.row_stride];
+              for (int split = 0; split < Splits; ++split) {
+                const float* four = reinterpret_cast<const float*>(&parts[part(split, piece_of(i), round, i)]);
+                const float sum = split == piece_of(i) ? total[round][i] : four[i % 4];
+                value = split == 0 ? sum : value + sum;
+              }
+              // END BLANK
+              if constexpr (Interval == 0) {
+                // The scales of this split's slot are gone; they do not depend on k.
+                const int x = tile.x_of(round) + my_row + i / 2 % 2 * 8, y = tile.y + i / 4 * 8 + lane % 4 * 2 + i % 2;
+                if (x < tile.x_end && y < tile.y_end)
+                  value *= scale_x[(x >> of_x.shift) * of_x.row_stride] * scale_y[(y >> of_y.shift) * of_y.row_stride];
+              }
+              total[round][i] = value;
             }
-        }
+        store(0, tile, tile.split * PieceY, (tile.split + 1) * PieceY);
+        if constexpr (Rounds == 2) store(1, tile, tile.split * PieceY, (tile.split + 1) * PieceY);
+        break;
       }
       if constexpr (Late) {
         before = tile, waits = true;

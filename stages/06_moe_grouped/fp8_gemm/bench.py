@@ -112,7 +112,6 @@ def measure_shape(shape: tuple[int, int, int], sms: int, search: bool, rounds: i
     exact = reference.matmul_exact(a, b)
     error = float((outs[0].double() - exact).abs().max() / exact.abs().max())
     if search:
-        compile_all([kernels.kernel_of(problem, chosen) for chosen in plans.values()])
         timings = bench.measure(calls, rounds=SEARCH_ROUNDS)
         fastest = sorted(timings, key=lambda name: timings[name].seconds)[:FINALISTS]
         losers = [{"name": name, "microseconds": timings[name].seconds * 1e6} for name in timings if name not in (first, *fastest)]
@@ -267,14 +266,19 @@ def main(path: Path, search: bool = False, only: str = "", host: bool = False, l
         return
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     record = {"kind": "search" if search else "library", **report.environment(), "rounds": rounds, "shapes": []}
+    timed = [shape for shape in shapes() + (unseen() if search else []) if "x".join(map(str, shape)).startswith(only)]
+    problems = [Problem("dense", *shape) for shape in timed]
+    plans = [(problem, chosen) for problem in problems for chosen in (candidates(problem, sms).values() if search else [plan(problem, sms)])]
+    needed = {kernels.kernel_of(*pair) for pair in plans}
+    print(f"compiling {len(needed)} kernels", flush=True)
+    compile_all(list(needed))  # of all shapes at once: that keeps every core busy
     with telemetry.Recorder() as recorder:
-        for shape in shapes() + (unseen() if search else []):
-            if "x".join(map(str, shape)).startswith(only):
-                record["shapes"].append(measure_shape(shape, sms, search, rounds) | ({"unseen": True} if shape not in shapes() else {}))
-                record["telemetry"] = recorder.summary()
-                report.save(record, path)  # a run that is cut short leaves what it has measured
-                print(line(record["shapes"][-1]), flush=True)
-                torch.cuda.empty_cache()
+        for shape in timed:
+            record["shapes"].append(measure_shape(shape, sms, search, rounds) | ({"unseen": True} if shape not in shapes() else {}))
+            record["telemetry"] = recorder.summary()
+            report.save(record, path)  # a run that is cut short leaves what it has measured
+            print(line(record["shapes"][-1]), flush=True)
+            torch.cuda.empty_cache()
     print(path)
 
 

@@ -19,7 +19,7 @@ MAX_ACCUMULATORS = 192
 # two consumers, with 104 registers and tiles of 128 x 64, were slower than one of them.)
 MAX_ACCUMULATORS_OF_TWO, SHARED_BYTES_OF_TWO = 152, 113 * 1024
 
-# The machine, for predictions: rates and costs, fitted to 2500 measurements on H200s (docs/notes/performance.md).
+# The machine, for predictions: rates and costs, fitted to 1600 measurements on H200s (docs/notes/performance.md).
 CLOCK_HZ = 1.92e9  # in products of a few µs; those of a ms run at 1.5 to 1.7 GHz
 MACS_PER_CYCLE = 4096  # of one SM's tensor cores, FP8
 L2_BYTES_PER_CYCLE = 58  # into one SM

@@ -288,18 +288,20 @@ def test_a_cta_with_many_tiles_stores_each_under_the_next():
 
 @pytest.mark.parametrize("order", [{}, {"order": "eager"}, {"seed": 1}], ids=str)
 def test_parts_of_a_split_k_arrive_in_the_ring(order):
-    """In slots that are empty: with blocks of k that fill the ring a part of a time, once, and more; with parts that take one slot, all, and more."""
+    """In slots that are empty: with blocks of k that fill the ring a part of a time, once, and more; with parts that take one slot, three, and more
+    than the ring."""
     from hopperlab.kernel import simulation
 
     if order and not ON_CPU:
         pytest.skip("orders are the simulator's")
-    one, most, beyond = (dict(block_m=64, block_n=width, swap_ab=False) for width in (32, 64, 64))
+    one, several = (dict(block_m=64, block_n=width, swap_ab=False) for width in (32, 16))
     with simulation(**order):
         for blocks in range(2, 16, 3):  # 1 to 7 for each of the two; unequal where odd
             dense(5, 32, 128 * blocks, **one, split_k=2, num_stages=3)
-        for blocks in (4, 11, 21):
-            dense(64, 64, 128 * blocks - 5, **most, split_k=4, num_stages=3)
-            dense(9, 72, 128 * blocks, **beyond, split_k=4, num_stages=2, dtype=FP32)
+        for blocks in (8, 19, 45):
+            dense(64, 16, 128 * blocks - 5, **several, split_k=8, num_stages=4)
+            dense(9, 24, 128 * blocks, **several, split_k=8, num_stages=2, dtype=FP32)
+        dense(9, 72, 1400, block_m=64, block_n=64, swap_ab=False, split_k=4, num_stages=2)
         dense(20, 70, 1500, recipes=("row", "row"), interval=None, **one, split_k=3, num_stages=2)
         dense(200, 70, 1500, block_m=256, block_n=64, swap_ab=False, split_k=2, num_stages=3)  # two rounds: parts lie over X, then all
 

@@ -301,7 +301,7 @@ def test_parts_of_a_split_k_arrive_in_the_ring(order):
         for blocks in (8, 19, 45):
             dense(64, 16, 128 * blocks - 5, **several, split_k=8, num_stages=4)
             dense(9, 24, 128 * blocks, **several, split_k=8, num_stages=2, dtype=FP32)
-        dense(9, 72, 1400, block_m=64, block_n=64, swap_ab=False, split_k=4, num_stages=2)
+        dense(9, 72, 1400, block_m=64, block_n=48, swap_ab=False, split_k=2)  # pieces of 32 and 16 columns
         dense(20, 70, 1500, recipes=("row", "row"), interval=None, **one, split_k=3, num_stages=2)
         dense(200, 70, 1500, block_m=256, block_n=64, swap_ab=False, split_k=2, num_stages=3)  # two rounds: parts lie over X, then all
 

@@ -303,7 +303,7 @@ def test_parts_of_a_split_k_arrive_in_the_ring(order):
             dense(9, 24, 128 * blocks, **several, split_k=8, num_stages=2, dtype=FP32)
         dense(9, 72, 1400, block_m=64, block_n=48, swap_ab=False, split_k=2)  # pieces of 32 and 16 columns
         dense(20, 70, 1500, recipes=("row", "row"), interval=None, **one, split_k=3, num_stages=2)
-        dense(200, 70, 1500, block_m=256, block_n=64, swap_ab=False, split_k=2, num_stages=3)  # two rounds: parts lie over X, then all
+        dense(200, 70, 1500, block_m=256, block_n=64, swap_ab=False, split_k=2, num_stages=3)  # two rounds: parts lie where X lay
 
 
 def test_last_rows_that_half_a_tile_holds_are_multiplied_by_tiles_on_their_side():

@@ -175,6 +175,12 @@ __device__ __forceinline__ void tma_prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// A box set on its way to L2, no further. Right before wait_for_previous_grid too: all SMs write through the same L2, so that what an earlier
+// kernel writes after this is what a later copy reads. ISA: cp.async.bulk.prefetch.tensor.
+__device__ __forceinline__ void tma_prefetch_3d(const TensorMap* map, int x, int y, int z) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y), "r"(z) : "memory");
+}
+
 // How long L2 keeps what a copy touches: the cache policies that createpolicy would make. ISA: createpolicy.
 constexpr u64 L2EvictNormal = 0x1000000000000000ull;
 constexpr u64 L2EvictFirst = 0x12F0000000000000ull;   // read once: do not push out what others reuse

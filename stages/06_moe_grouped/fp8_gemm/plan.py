@@ -19,32 +19,30 @@ MAX_ACCUMULATORS = 192
 # two consumers, with 104 registers and tiles of 128 x 64, were slower than one of them.)
 MAX_ACCUMULATORS_OF_TWO, SHARED_BYTES_OF_TWO = 152, 113 * 1024
 
-# The machine, for predictions: rates and costs, fitted to 1600 measurements on H200s (docs/notes/performance.md).
+# The machine, for predictions: rates and costs, fitted to 2700 measurements on an H200 (docs/notes/performance.md).
 CLOCK_HZ = 1.92e9  # in products of a few µs; those of a ms run at 1.5 to 1.7 GHz
 MACS_PER_CYCLE = 4096  # of one SM's tensor cores, FP8
-L2_BYTES_PER_CYCLE = 58  # into one SM
-READ_BYTES_PER_S = 4.24e12  # from HBM, all SMs together
-SMS_FOR_FULL_RATE = 0.255  # of all: with fewer SMs at work than this, HBM's rate is theirs, each its share
+L2_BYTES_PER_CYCLE = 61.8  # into one SM
+READ_BYTES_PER_S = 4.35e12  # from HBM, all SMs together
+SMS_FOR_FULL_RATE = 0.227  # of all: with fewer SMs at work than this, HBM's rate is theirs, each its share
 # Clusters must lie in one GPC, of 16 or 18 SMs, so that those of 3 or 6 CTAs leave places free: (CTAs of a cluster, CTAs on an SM) to the
 # share of the places that they can fill.
 PLACES = {(3, 1): 0.87, (3, 2): 0.82, (6, 1): 0.79, (6, 2): 0.79}
-LAUNCH_S = 0.27e-6  # of a kernel in a CUDA graph, until its first bytes arrive
 # From a slot of the ring being given back to its being full again: the way to HBM and back, the slot's bytes, and something for each of
 # its rows outside of the operand: TMA fills those with zeros more slowly than it copies others.
-LATENCY_CYCLES, FILL_BYTES_PER_CYCLE, ROW_OUTSIDE_CYCLES = 1650, 23.4, 23.5
-# Promotion, in shares of the products' time on top of it: each output has a factor of its own, which is read and multiplied; or a tile
-# can touch two blocks of 128 columns that share a scale. With a factor for a row it is hidden: other warps multiply meanwhile.
-VECTOR_FACTORS, TWO_FACTORS = 1.08, 0.094
-WAIT_CYCLES = 20  # of a warpgroup between its wgmma and its next one, when it is alone
-# After a CTA's last block: the last wgmma and promotion; D's bytes, through shared memory; more for each output where threads store. And
-# between two of its tiles, where the first one's outputs are stored under the second one's wgmma.
-EPILOGUE_CYCLES, STORE_BYTES_PER_CYCLE, SCATTERED_STORE_CYCLES = 2640, 14.6, 0.14
-BETWEEN_CYCLES = 1456
+LATENCY_CYCLES, FILL_BYTES_PER_CYCLE, ROW_OUTSIDE_CYCLES = 2090, 30.4, 29
+# Promotion, in shares of the products' time on top of it, where each output has a factor of its own, which is read and multiplied. With a
+# factor for a row it is hidden: other warps multiply meanwhile.
+VECTOR_FACTORS = 1.08
+# Before a CTA's first product and after its last block: the start, the last wgmma and promotion; D's bytes, through shared memory; each panel of
+# columns that a warp stores on its own; more for each output where threads store. And between two of its tiles, where the first one's outputs
+# are stored under the second one's wgmma.
+EPILOGUE_CYCLES, STORE_BYTES_PER_CYCLE, PANEL_CYCLES, SCATTERED_STORE_CYCLES = 2970, 19.5, 285, 0.293
+BETWEEN_CYCLES = 712
 # Two CTAs that share rows of A, in tiles of two rounds: less comes from L2, which is power, and clocks where the GPU is at its power limit;
 # but each waits for the other. A share of the products' time, and seconds of a call. Narrower tiles gain too little to predict.
 MULTICAST_SAVES, MULTICAST_S = 0.03, 1.5e-6
-# K split: until the last CTA of a cluster is there, for each doubling of its CTAs; each output of each part that is sent and added.
-HAND_OVER_CYCLES, SUM_CYCLES = 530, 0.136
+SUM_CYCLES = 0.293  # K split: each output of each part that is sent and added
 
 
 class Plan(NamedTuple):
@@ -200,7 +198,7 @@ def _predict(problem: Problem, plan: Plan) -> float:
     # A block of k: its products, while its bytes come from L2 and while the slots given back are filled again.
     multiply = block_x * block_y * BLOCK_K / MACS_PER_CYCLE
     if problem.interval is not None:
-        factors = VECTOR_FACTORS if vector_scales(problem, plan.swap_ab) else TWO_FACTORS if _scale_blocks(block_y) > 1 else 0
+        factors = VECTOR_FACTORS if vector_scales(problem, plan.swap_ab) else 0
         multiply *= 1 + factors * BLOCK_K / problem.interval
     slot = (block_x + block_y) * BLOCK_K
     rows, block = (tokens, block_y) if plan.swap_ab else (tokens, block_x)
@@ -209,7 +207,7 @@ def _predict(problem: Problem, plan: Plan) -> float:
     outside = block - rows / pieces if problem.kind in ("dense", "k_grouped") and not moves_up else 0
     refill = (LATENCY_CYCLES + slot / FILL_BYTES_PER_CYCLE + ROW_OUTSIDE_CYCLES * outside) / plan.num_stages
 
-    alone = plan.rounds * (64 * block_y * BLOCK_K / MACS_PER_CYCLE + WAIT_CYCLES)  # a warpgroup's own pieces, one after another
+    alone = plan.rounds * 64 * block_y * BLOCK_K / MACS_PER_CYCLE  # a warpgroup's own pieces, one after another
 
     def products(ctas: int) -> float:
         """Cycles until the CTAs that share an SM have each multiplied their tile: latencies overlap, the SM's work adds up."""
@@ -217,15 +215,14 @@ def _predict(problem: Problem, plan: Plan) -> float:
 
     outputs, size = block_x * piece(plan, problem), problem.out_dtype.itemsize  # that one CTA stores
     tail = EPILOGUE_CYCLES + outputs * size * (2 if problem.accumulate else 1) / STORE_BYTES_PER_CYCLE
-    if not stores_by_tma(plan, problem):
-        tail += SCATTERED_STORE_CYCLES * outputs
-    if plan.splits > 1:
-        tail += HAND_OVER_CYCLES * math.log2(plan.splits) + (plan.splits - 1) * SUM_CYCLES * outputs
+    panels = piece(plan, problem) * size / panel_bytes(plan, problem) if stores_by_tma(plan, problem) else 0
+    store = PANEL_CYCLES * panels if panels else SCATTERED_STORE_CYCLES * outputs
+    tail += store + (plan.splits - 1) * SUM_CYCLES * outputs
 
     full_waves = plan.waves - 1
     in_last_wave = plan.tiles - full_waves * plan.at_once
     # A tile is stored while the next is multiplied, if its sums are promoted.
-    between = BETWEEN_CYCLES if problem.interval is not None and plan.splits == 1 else tail
+    between = BETWEEN_CYCLES + store if problem.interval is not None and plan.splits == 1 else tail
     # CTAs are spread over SMs before two share one; but those of a cluster of 3 or 6 share (64 x 2112 x 7168, 99 CTAs: 0.5 µs more).
     on_an_sm = plan.ctas_per_sm if plan.splits % 3 == 0 else -(-in_last_wave // plan.num_sms)
     cycles = full_waves * (products(plan.ctas_per_sm) + between) + products(on_an_sm)
@@ -239,7 +236,7 @@ def _predict(problem: Problem, plan: Plan) -> float:
     all_outputs = all_tokens * problem.n * (groups if problem.kind == "k_grouped" else 1)
     moved = (all_tokens + weights * problem.n) * problem.k + all_outputs * size * (2 if problem.accumulate else 1)
     drawing = min(1.0, plan.tiles / plan.num_sms / SMS_FOR_FULL_RATE)
-    return LAUNCH_S + (MULTICAST_S if sharing else 0) + _together(cycles / CLOCK_HZ, moved / READ_BYTES_PER_S / drawing) + tail / CLOCK_HZ
+    return (MULTICAST_S if sharing else 0) + _together(cycles / CLOCK_HZ, moved / READ_BYTES_PER_S / drawing) + tail / CLOCK_HZ
 
 
 def _accumulators(problem: Problem, plan: Plan) -> int:

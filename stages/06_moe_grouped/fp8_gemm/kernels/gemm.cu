@@ -66,6 +66,13 @@ constexpr int ScalesY = VectorY ? BlockY : (ScaleBlocks + 3) / 4 * 4;  // whole 
 // first up to OnceBytes in a call: 0.5 to 4 % faster. With more of them it is up to 5 % slower, for a reason that is not known.
 constexpr long long KeptBytes = 20 << 20, OnceBytes = Swapped ? 120 << 20 : KeptBytes;
 
+// HBM has nothing to do from a kernel's last copy until the next kernel's first. Where a CTA of the next kernel finds room beside this one's
+// last, it sends for so many blocks of its weights before it waits: 2 to 14 % of a call. (Sizes of groups may still be being written.)
+constexpr int BlocksPrefetched = Problem == Dense && CtasPerSm == 2 ? 2 : 0;
+// It should not come before this kernel has sent for all it needs, or it takes HBM's time from it: 2 to 10 %. Calls of less than LateBytes of
+// weights end too soon for that: there a kernel's start is what takes long. Long calls, of two rounds, lose 0.5 %.
+constexpr int LateBytes = 4 << 20;
+
 // Outputs are stored while the tensor core works on what follows: the accumulator holds none of them, where sums are promoted.
 constexpr bool Late = Interval > 0 && Splits == 1;
 
@@ -89,8 +96,12 @@ constexpr int FirstY = (SideBySide ? 1 : Stages) * BlockX * BlockK;    // bytes 
 constexpr int RingBytes = Stages * (BlockX + BlockY) * BlockK, PartsBytes = (Splits - 1) * BlockX * PieceY * sizeof(float);
 constexpr int SlotsForParts = PartsBytes > Stages * SlotX ? Stages : (PartsBytes + SlotX - 1) / SlotX;
 
-// A factor of its own for every output is read, and multiplied, beside wgmma where registers allow, else after it.
-constexpr bool EarlyFactors = VectorY && Rounds == 1 && BlockY <= 128;
+// What outputs are multiplied by is read, or picked, beside wgmma where registers allow, else after it: a factor for each of a thread's registers,
+// or, where columns share scales, one for each of its two rows in every chunk of columns.
+constexpr bool EarlyFactors = VectorY ? Rounds == 1 && BlockY <= 128 : ScaleBlocks > 1;
+constexpr int Factors = !EarlyFactors ? 1 : VectorY ? BlockY / 2 : BlockY / Chunk * 2;
+__device__ constexpr int factor_for(int i) { return VectorY ? i : i / (Chunk / 2) * 2 + i / 2 % 2; }      // of register i
+__device__ constexpr int register_with(int f) { return VectorY ? f : f / 2 * (Chunk / 2) + f % 2 * 2; }  // the first with factor f
 
 WGMMA_INSTANCE(BLOCK_Y, X_FORMAT, Y_FORMAT)
 
@@ -383,9 +394,17 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
   }
   __syncthreads();                                                     // the barriers exist
   if constexpr (Cluster > 1) cluster_arrive();                         // for the other CTAs too; waited for before they are used
+  if (BlocksPrefetched > 0 && threadIdx.x < 32) {
+    Tile tile;
+    Scheduler scheduler{problem};
+    if (scheduler.next(tile) && lane == 0)
+      for (int k_block = tile.k_block; k_block < min(tile.k_block + BlocksPrefetched, tile.k_end); ++k_block)
+        tma_prefetch_3d(Swapped ? &map_x : &map_y, k_block * BlockK, Swapped ? tile.x : tile.y, 0);
+  }
   // Up to here nothing was read that an earlier kernel writes, so that this may overlap with that kernel's end.
   wait_for_previous_grid();
-  launch_next_grid();
+  const bool launches_late = Rounds == 1 && (long long)(Swapped ? x_rows : y_rows) * k * groups >= LateBytes;
+  if (!launches_late) launch_next_grid();
   if constexpr (Multicast > 1) cluster_wait();
 
   if (warpgroup == 0) {
@@ -445,6 +464,7 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
           }
         }
       }
+      if (launches_late) launch_next_grid();
     } else if (warp <= WarpsForX) {
       supply_scales<true, BlockX / WarpsForX>(shared, problem, of_x, (warp - 1) * 128);
     } else if (warp == 3) {
@@ -537,7 +557,7 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
         float factor = scale[round][i / 2 % 2][0];
 #pragma unroll
         for (int block = 1; block < ScaleBlocks; ++block)
-          if (tile.y % 128 + column / Chunk * Chunk >= 128 * block) factor = scale[round][i / 2 % 2][block];
+          if ((u32)tile.y % 128 + column / Chunk * Chunk >= 128 * block) factor = scale[round][i / 2 % 2][block];
         return factor;
       };
 
@@ -581,10 +601,10 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
                 last_slot = slot;
                 read_scales(slot);
               }
-              float factors[EarlyFactors ? BlockY / 2 : 1];
+              float factors[Factors];
               if constexpr (EarlyFactors) {
 #pragma unroll
-                for (int i = 0; i < BlockY / 2; ++i) factors[i] = factor_of(round, i, slot);
+                for (int f = 0; f < Factors; ++f) factors[f] = factor_of(round, register_with(f), slot);
                 wgmma_hold(factors);
               }
               if (part == 0 && round == 0) {                           // and, once for each tile, the last one's outputs and the next tile
@@ -607,7 +627,7 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
 #pragma unroll
               for (int i = 0; i < BlockY / 2; ++i) {
                 const float so_far = part == 0 ? 0.0f : total[round][i];
-                if (promotes) total[round][i] = __fmaf_rn(sum[i], EarlyFactors ? factors[i] : factor_of(round, i, slot), so_far);
+                if (promotes) total[round][i] = __fmaf_rn(sum[i], EarlyFactors ? factors[factor_for(i)] : factor_of(round, i, slot), so_far);
                 else total[round][i] = so_far;
               }
             }

@@ -250,6 +250,7 @@ def test_counters_where_deep_gemm_is_faster():
     assert cells(table, "0.980") == ["0.980", "120.4", "84.6", "35.0", "8.05", "0.50", "12", "library", "contiguous, 2 groups"]
     assert cells(table, " | 118.0")[-2:] == ["DeepGEMM", ""] and "| 0.0 |" not in table
     assert "No counters: masked, 2 groups, `ncu: no`" in table
+    assert library_report.slower_markdown({**COUNTERS, "cases": []}).startswith("In none of them.")
 
 
 def test_a_layer_by_the_way_its_linears_are_computed():

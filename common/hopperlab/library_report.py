@@ -492,6 +492,8 @@ def slower_markdown(record: dict | None) -> str:
     tokens, are left out: the record has them, for comparison."""
     if record is None:
         return MISSING
+    if not record["cases"]:
+        return "\n".join(["In none of them.", *written_from(record, COUNTERS)])
     rows, refused = [], {}
     for entry in record["cases"]:
         if "error" in entry:

@@ -110,16 +110,34 @@ def test_one_n_and_k_need_a_dozen_kernels_whatever_m(problem):
 
 @pytest.mark.parametrize("n, k", WEIGHTS)
 def test_a_buckets_plan_is_as_fast_as_the_best_for_each_m(n, k):
-    """By the model: 1 % slower at most. And its tiles and time are those of the real M."""
+    """By the model: 1.5 % slower at most. And its tiles and time are those of the real M."""
     for m in [*range(1, 129), *range(129, 8193, 97)]:
         problem = Problem("dense", m, n, k)
         finished = [made for made in (plans._finish(problem, one) for one in plans._candidates(problem, 132)) if made is not None]
-        assert plan(problem) in finished and plan(problem).seconds <= 1.01 * min(made.seconds for made in finished), m
+        assert plan(problem) in finished and plan(problem).seconds <= 1.015 * min(made.seconds for made in finished), m
 
 
 def test_batch_invariant_plans_do_not_depend_on_m():
     made = {plan(Problem("dense", m, 4096, 7168), 132, batch_invariant=True)._replace(tiles=0, seconds=0.0) for m in (1, 17, 128, 4096)}
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("shape", [(30, 16512, 9600), (1, 7168, 16384), (64, 2112, 7168), (128, 7168, 16384), (300, 4096, 7168), (6, 1152, 896)])
+def test_parts_of_k_run_at_the_same_time(shape):
+    """Parts that wait for room were never among the fastest; only split_k asks for them."""
+    assert all(made.splits == 1 or made.waves == 1 for made in plans.promising(Problem("dense", *shape), 132, 200))
+    asked = plan(Problem("dense", 30, 16512, 9600), split_k=2, block_m=32, block_n=128, swap_ab=True)
+    assert (asked.splits, asked.waves) == (2, 2)
+
+
+def test_tiles_on_their_side_read_large_weights_again(monkeypatch):
+    """Where L2 has not kept them: those tiles come after all others. 381 rows are one upright tile and one on its side; 120 rows the latter only."""
+    asked = dict(block_m=256, block_n=128, swap_ab=False, split_k=1, multicast=1)
+    made = {problem: plan(problem, **asked) for problem in (Problem("dense", m, 20672, k) for m in (381, 120) for k in (7296, 1920))}
+    assert all(plans.turns(one, problem) for problem, one in made.items())
+    monkeypatch.setattr(plans, "STAYS_BYTES", 1 << 60)  # as if L2 kept everything
+    again = [problem for problem, one in made.items() if plans._predict(problem, one) < one.seconds]
+    assert again == [Problem("dense", 381, 20672, 7296)]
 
 
 # (M, N, K): plans (block_m, block_n, splits) that took at most 4 % longer than the fastest of those timed on an H200, fastest first.

@@ -19,30 +19,32 @@ MAX_ACCUMULATORS = 192
 # two consumers, with 104 registers and tiles of 128 x 64, were slower than one of them.)
 MAX_ACCUMULATORS_OF_TWO, SHARED_BYTES_OF_TWO = 152, 113 * 1024
 
-# The machine, for predictions: rates and costs, fitted to 2700 measurements on an H200 (docs/notes/performance.md).
+# The machine, for predictions: rates and costs, fitted to 4700 measurements on H200s (docs/notes/performance.md).
 CLOCK_HZ = 1.92e9  # in products of a few µs; those of a ms run at 1.5 to 1.7 GHz
 MACS_PER_CYCLE = 4096  # of one SM's tensor cores, FP8
 L2_BYTES_PER_CYCLE = 61.8  # into one SM
 READ_BYTES_PER_S = 4.35e12  # from HBM, all SMs together
-SMS_FOR_FULL_RATE = 0.227  # of all: with fewer SMs at work than this, HBM's rate is theirs, each its share
+SMS_FOR_FULL_RATE = 0.33  # of all: with fewer SMs at work than this, HBM's rate is theirs, each its share
 # Clusters must lie in one GPC, of 16 or 18 SMs, so that those of 3 or 6 CTAs leave places free: (CTAs of a cluster, CTAs on an SM) to the
 # share of the places that they can fill.
 PLACES = {(3, 1): 0.87, (3, 2): 0.82, (6, 1): 0.79, (6, 2): 0.79}
 # From a slot of the ring being given back to its being full again: the way to HBM and back, the slot's bytes, and something for each of
 # its rows outside of the operand: TMA fills those with zeros more slowly than it copies others.
-LATENCY_CYCLES, FILL_BYTES_PER_CYCLE, ROW_OUTSIDE_CYCLES = 2090, 30.4, 29
+LATENCY_CYCLES, FILL_BYTES_PER_CYCLE, ROW_OUTSIDE_CYCLES = 2090, 32, 30
 # Promotion, in shares of the products' time on top of it, where each output has a factor of its own, which is read and multiplied. With a
 # factor for a row it is hidden: other warps multiply meanwhile.
 VECTOR_FACTORS = 1.08
 # Before a CTA's first product and after its last block: the start, the last wgmma and promotion; D's bytes, through shared memory; each panel of
 # columns that a warp stores on its own; more for each output where threads store. And between two of its tiles, where the first one's outputs
 # are stored under the second one's wgmma.
-EPILOGUE_CYCLES, STORE_BYTES_PER_CYCLE, PANEL_CYCLES, SCATTERED_STORE_CYCLES = 2970, 19.5, 285, 0.293
-BETWEEN_CYCLES = 712
+EPILOGUE_CYCLES, STORE_BYTES_PER_CYCLE, PANEL_CYCLES, SCATTERED_STORE_CYCLES = 2820, 20.7, 281, 0.315
+BETWEEN_CYCLES = 775
 # Two CTAs that share rows of A, in tiles of two rounds: less comes from L2, which is power, and clocks where the GPU is at its power limit;
 # but each waits for the other. A share of the products' time, and seconds of a call. Narrower tiles gain too little to predict.
 MULTICAST_SAVES, MULTICAST_S = 0.03, 1.5e-6
-SUM_CYCLES = 0.293  # K split: each output of each part that is sent and added
+# K split: for handing over; for each output of each part that is sent and added.
+HAND_OVER_CYCLES, SUM_CYCLES = 125, 0.328
+STAYS_BYTES = 40 << 20  # of weights that L2 keeps until tiles on their side read them again, after all others
 
 
 class Plan(NamedTuple):
@@ -217,7 +219,7 @@ def _predict(problem: Problem, plan: Plan) -> float:
     tail = EPILOGUE_CYCLES + outputs * size * (2 if problem.accumulate else 1) / STORE_BYTES_PER_CYCLE
     panels = piece(plan, problem) * size / panel_bytes(plan, problem) if stores_by_tma(plan, problem) else 0
     store = PANEL_CYCLES * panels if panels else SCATTERED_STORE_CYCLES * outputs
-    tail += store + (plan.splits - 1) * SUM_CYCLES * outputs
+    tail += store + (plan.splits - 1) * SUM_CYCLES * outputs + (HAND_OVER_CYCLES if plan.splits > 1 else 0)
 
     full_waves = plan.waves - 1
     in_last_wave = plan.tiles - full_waves * plan.at_once
@@ -235,6 +237,8 @@ def _predict(problem: Problem, plan: Plan) -> float:
     weights = groups if problem.kind in ("contiguous", "masked") else 1
     all_outputs = all_tokens * problem.n * (groups if problem.kind == "k_grouped" else 1)
     moved = (all_tokens + weights * problem.n) * problem.k + all_outputs * size * (2 if problem.accumulate else 1)
+    if problem.kind == "dense" and turns(plan, problem) and problem.m > plan.block_x // 2 and problem.n * problem.k > STAYS_BYTES:
+        moved += problem.n * problem.k
     drawing = min(1.0, plan.tiles / plan.num_sms / SMS_FOR_FULL_RATE)
     return (MULTICAST_S if sharing else 0) + _together(cycles / CLOCK_HZ, moved / READ_BYTES_PER_S / drawing) + tail / CLOCK_HZ
 
@@ -482,6 +486,9 @@ def _candidates(problem: Problem, sms: int, batch_invariant: bool = False, split
                     cuts += [one._replace(splits=splits) for splits in wanted if splits * in_part <= units]
                 pairs = ctas_per_sm != 1 and _pairs(problem, one)
                 for cut in cuts:
+                    # More parts than run at once: never among the fastest (30 x 16512 x 9600, 258 of them: 9.5 % behind).
+                    if cut.splits > 1 and split_k is None and _tiles(problem, cut) > cut._replace(ctas_per_sm=2 if pairs else 1).at_once:
+                        continue
                     if pairs:
                         yield cut._replace(ctas_per_sm=2)
                     # One CTA on an SM pays where there are no more, and two would have fewer slots; in clusters of 6 it never did.

@@ -367,14 +367,17 @@ def test_nothing_is_read_or_written_while_the_kernel_before_may_still_write():
     prefetch = r"cp\.async\.bulk\.prefetch\.tensor[^;]*;"
     for kind, m, recipes, groups in (("dense", 512, BLOCKS, 1), ("dense", 16, BLOCKS, 1), ("dense", 64, BLOCKS, 1), ("contiguous", 512, BLOCKS, 4),
                                      ("contiguous", 64, BLOCKS, 4), ("masked", 512, BLOCKS, 4), ("masked", 16, BLOCKS, 4),
-                                     ("k_grouped", 512, GRADIENT, 4)):  # fmt: skip
+                                     ("dense", 16384, BLOCKS, 1), ("k_grouped", 512, GRADIENT, 4)):  # fmt: skip
         problem = Problem(kind, m, 512, 1024, groups, *recipes, out_dtype=FP32 if kind == "k_grouped" else BF16)
-        ptx = kernels.kernel_of(problem, plan(problem, 132)).compiled.ptx
+        chosen = plan(problem, 132)
+        ptx = kernels.kernel_of(problem, chosen).compiled.ptx
         before, after = ptx[ptx.index(".entry gemm") :].split("griddepcontrol.wait;")
         assert bool(re.search(prefetch, before)) == (kind == "dense" and m <= 64), (kind, m)
         touched = r"\b(?:ld|st|atom|red|cp)\.(?:[a-z]+\.)*(?:global|tensor)"
         assert not re.search(touched, re.sub(prefetch, "", before)) and re.search(touched, after), (kind, m)
-        assert ".nc." not in after and "griddepcontrol.launch_dependents;" in after, (kind, m)
+        assert (chosen.rounds == 2) == (m == 16384) and ".nc." not in after, (kind, m)
+        # The next kernel, in turn: at once, or, where tiles have one round and weights are large, when all bytes are on their way.
+        assert after.count("griddepcontrol.launch_dependents;") == 3 - chosen.rounds and "launch_dependents" not in before, (kind, m)
 
 
 QGMMA, R2UR = 0x9F3, 0x2CA  # opcodes: wgmma for FP8; a register's value to a uniform register

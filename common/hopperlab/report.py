@@ -19,7 +19,7 @@ from hopperlab import bench, capability, stage, telemetry
 
 PACKAGES = ("torch", "triton", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-ml-py", "numpy", "sgl-deep-gemm")
 LADDER = "ladder.json"
-PARALLEL = "08_parallel.json"
+PARALLEL, PARALLEL_PLOT = "08_parallel.json", "parallel.png"
 COLORS = {"cuda": "#76b900", "triton": "#7a5cc4", "peer": "#9aa0a6"}
 
 
@@ -180,14 +180,15 @@ def parallel_markdown(record: dict | None) -> str:
     """Layers on one GPU and on several, for docs/parallel.md."""
     if record is None:
         return "Not recorded yet."
-    lines = ["| layer | one GPU, ms | all, ms | times faster | collectives alone | MB sent | bits |",
+    lines = [f"![Milliseconds of each layer on one GPU and on all, and of the collectives alone](plots/{PARALLEL_PLOT})", "",
+             "| layer | one GPU, ms | all, ms | times faster | collectives alone | MB sent | bits |",
              "| --- | ---: | ---: | ---: | ---: | ---: | --- |"]  # fmt: skip
     for row in record["layers"]:
         bits = "equal" if row["bit_equal"] else f"worst row off by {row['worst_row_error']:.0e}"
         lines.append(f"| {row['name']} | {row['seconds_one_rank'] * 1e3:.3f} | {row['seconds'] * 1e3:.3f} | {row['speedup']:.2f} | "
                      f"{row['communication_seconds'] / row['seconds']:.0%} | {sent_bytes(row) / 1e6:.1f} | {bits} |")  # fmt: skip
     sizes = ", ".join(f"{name} {value}" for name, value in record["sizes"].items() if name != "rounds")
-    lines += ["", f"*{record['ranks']} GPUs, {record['collectives']}; {sizes}. {origin(record)}. Written by `make docs` from "
+    lines += ["", f"*{record['ranks']} GPU{'s' * (record['ranks'] > 1)}, {record['collectives']}; {sizes}. {origin(record)}. Written by `make docs` from "
               f"docs/results/{PARALLEL}.*"]  # fmt: skip
     if "failure" in record:
         seen = record["failure"]
@@ -271,6 +272,28 @@ def plot_roofline(record: dict):
     return figure
 
 
+def plot_parallel(record: dict):
+    """Each layer's milliseconds on one GPU and on all of them, and of the collectives alone. Returns the matplotlib figure."""
+    import matplotlib.pyplot as plt
+
+    rows, ranks = record["layers"][::-1], record["ranks"]  # from the bottom up
+    figure, axes = plt.subplots(figsize=(8.5, 0.6 * len(rows) + 1.6), layout="constrained")
+    bars = ((0.25, "seconds_one_rank", COLORS["peer"], "one GPU, all weights and tokens"),
+            (-0.05, "seconds", COLORS["cuda"], "all GPUs" if ranks > 1 else "one GPU, as one rank of one"),
+            (-0.3, "communication_seconds", COLORS["triton"], "collectives alone"))  # fmt: skip
+    for offset, key, color, label in bars:
+        height = 0.2 if key == "communication_seconds" else 0.3
+        axes.barh([place + offset for place in range(len(rows))], [row[key] * 1e3 for row in rows], height, color=color, label=label)
+    for place, row in enumerate(rows):
+        axes.text(row["seconds"] * 1e3, place - 0.05, f" {row['speedup']:.2f}×", va="center", fontsize=8)
+    axes.set(yticks=range(len(rows)), yticklabels=[row["name"] for row in rows], xlabel="ms",
+             title=f"{ranks} rank{'s' * (ranks > 1)}, {record['collectives']}, {record['sizes']['tokens']} tokens")  # fmt: skip
+    axes.margins(x=0.08)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
 def write_docs() -> list[str]:
     """Rewrite everything generated from docs/results. Returns what was written."""
     import matplotlib
@@ -287,6 +310,10 @@ def write_docs() -> list[str]:
     path = root / "docs" / "plots" / "ladder.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     plot_ladder(record).savefig(path, dpi=130, metadata={"Software": None})
+    parallel = published(PARALLEL)
+    if parallel is not None:
+        plot_parallel(parallel).savefig(path.with_name(PARALLEL_PLOT), dpi=130, metadata={"Software": None})
+        written.append(f"docs/plots/{PARALLEL_PLOT}")
     return [*written, str(path.relative_to(root))]
 
 

@@ -433,6 +433,20 @@ def test_benchmark_records_what_it_measured(pair, tmp_path):
     shown = report.parallel_markdown({**record, "telemetry": {"sm_clock_mhz": {"median": 1}, "power_w": {"max": 2}},
                                       "machine": {"name": "a card", "driver": "1"}})  # fmt: skip
     assert all(f"| {name} |" in shown for name in rows) and "2 GPUs" in shown and "a card" in shown
+    axes = report.plot_parallel(record).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(rows)[::-1]
+    widths = [bar.get_width() / 1e3 for bar in axes.patches]
+    assert widths == pytest.approx([row[key] for key in ("seconds_one_rank", "seconds", "communication_seconds") for row in record["layers"][::-1]])
+
+
+def test_more_ranks_than_gpus_are_refused_before_anything_starts(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit):
+        bench_parallel.main([])
+    assert "rank 1 of this host has no GPU" in capsys.readouterr().err and not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -78,6 +78,9 @@ def main(arguments: list[str] | None = None) -> None:
     started_here = not dist.is_initialized()
     on_gpu = torch.cuda.is_available() if started_here else dist.get_backend() == "nccl"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu and device.index >= torch.cuda.device_count():
+        parser.error(f"rank {device.index} of this host has no GPU: NCCL needs one for each rank, and {torch.cuda.device_count()} are visible. "
+                     "Start as many processes as there are GPUs, or set CUDA_VISIBLE_DEVICES= to run over gloo on CPUs")  # fmt: skip
     if on_gpu:
         torch.cuda.set_device(device)
     if started_here:

@@ -301,16 +301,15 @@ def write_docs() -> list[str]:
     from hopperlab import library_report
 
     matplotlib.use("Agg")
-    root, record = stage.root(), published()
+    root, record, parallel = stage.root(), published(), published(PARALLEL)
     if record is None:
         return [f"nothing to write: docs/results/{LADDER} does not exist. Run `hopperlab run --record docs/results/{LADDER}` on a Hopper GPU."]
     update_readme(root / "README.md", record)
-    write_between(root / "docs" / "parallel.md", "parallel", parallel_markdown(published(PARALLEL)))
+    write_between(root / "docs" / "parallel.md", "parallel", parallel_markdown(parallel))
     written = list(dict.fromkeys(["README.md", "docs/parallel.md", *library_report.write_docs()]))
     path = root / "docs" / "plots" / "ladder.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     plot_ladder(record).savefig(path, dpi=130, metadata={"Software": None})
-    parallel = published(PARALLEL)
     if parallel is not None:
         plot_parallel(parallel).savefig(path.with_name(PARALLEL_PLOT), dpi=130, metadata={"Software": None})
         written.append(f"docs/plots/{PARALLEL_PLOT}")

@@ -69,8 +69,8 @@ constexpr long long KeptBytes = 20 << 20, OnceBytes = Swapped ? 120 << 20 : Kept
 // HBM has nothing to do from a kernel's last copy until the next kernel's first. Where a CTA of the next kernel finds room beside this one's
 // last, it sends for so many blocks of its weights before it waits: 2 to 14 % of a call. (Sizes of groups may still be being written.)
 constexpr int BlocksPrefetched = Problem == Dense && CtasPerSm == 2 ? 2 : 0;
-// It should not come before this kernel has sent for all it needs, or it takes HBM's time from it: 2 to 10 %. Calls of less than LateBytes of
-// weights end too soon for that: there a kernel's start is what takes long. Long calls, of two rounds, lose 0.5 %.
+// The next kernel should not be launched before this one has sent for all it needs, or it takes HBM's time from it: 2 to 10 %. But calls with
+// less than LateBytes of weights end too soon for that: there a kernel's start is what takes long. And long calls, of two rounds, lose 0.5 %.
 constexpr int LateBytes = 4 << 20;
 
 // Outputs are stored while the tensor core works on what follows: the accumulator holds none of them, where sums are promoted.
@@ -390,7 +390,9 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
   }
   // Up to here nothing was read that an earlier kernel writes, so that this may overlap with that kernel's end.
   wait_for_previous_grid();
-  const bool launches_late = Rounds == 1 && (long long)(Swapped ? x_rows : y_rows) * k * groups >= LateBytes;
+  auto weights_of = [&](int groups) { return (long long)(Swapped ? problem.x_rows : problem.y_rows) * problem.k * groups; };  // bytes
+  const int all_groups = Problem == KGrouped ? 1 : problem.groups;  // k of KGrouped is all groups' already
+  const bool launches_late = Rounds == 1 && weights_of(all_groups) >= LateBytes;
   if (!launches_late) launch_next_grid();
   if constexpr (Multicast > 1) cluster_wait();
 
@@ -405,9 +407,8 @@ gemm(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap 
       // call has few of them.
       const bool fits = (long long)(Swapped ? BlockY : GroupX * BlockX) * problem.k <= KeptBytes;
       const int x_rows_of_group = problem.x_rows / (Problem == Contiguous ? problem.groups : Problem == Masked ? 2 : 1);  // or so
-      const long long weights_of_group = (long long)(Swapped ? problem.x_rows : problem.y_rows) * problem.k;
-      const bool few = weights_of_group * (Problem == KGrouped ? 1 : problem.groups) <= OnceBytes;
-      const bool stays = x_rows_of_group > GroupX * BlockX && weights_of_group <= KeptBytes;
+      const bool few = weights_of(all_groups) <= OnceBytes;
+      const bool stays = x_rows_of_group > GroupX * BlockX && weights_of(1) <= KeptBytes;
       const u64 policy_x = Swapped ? (few ? L2EvictFirst : L2EvictNormal) : fits ? L2EvictLast : L2EvictNormal;
       const bool first = !Swapped && (x_rows_of_group > BlockX ? fits && !stays && !GroupsOfTokens : few);
       const u64 policy_y = Swapped && fits ? L2EvictLast : first ? L2EvictFirst : L2EvictNormal;

@@ -239,5 +239,7 @@ def test_the_benchmarks_shapes_and_candidates():
     from fp8_gemm import bench
 
     assert (4096, 2112, 7168) in bench.shapes() and (1, 576, 7168) in bench.shapes() and len(set(bench.shapes())) == len(bench.shapes())
-    made = bench.candidates(Problem("dense", 16, 4096, 7168), 132)
+    problem = Problem("dense", 16, 4096, 7168)
+    made = bench.candidates(problem, 132, search=True)
     assert next(iter(made)) == "plan" and len(made) == bench.SEARCHED
+    assert bench.candidates(problem, 132, search=False) == {"library": plan(problem)}

@@ -56,9 +56,11 @@ def unseen() -> list[tuple[int, int, int]]:
     return [(between(1, 8192, 1), between(256, 32768, 64), between(512, 16384, 128)) for _ in range(UNSEEN)]
 
 
-def candidates(problem: Problem, sms: int) -> dict[str, Plan]:
-    """The plan, and the most promising others: name -> plan."""
+def candidates(problem: Problem, sms: int, search: bool) -> dict[str, Plan]:
+    """The plan, and in a search the most promising others: name -> plan."""
     chosen = plan(problem, sms)
+    if not search:
+        return {"library": chosen}
     return {"plan": chosen} | {str(other): other for other in promising(problem, sms, SEARCHED) if other != chosen}
 
 
@@ -89,13 +91,12 @@ def triton_calls(problem: Problem, sets, outs) -> list:
     return [lambda o=o, out=out: triton_backend.run(problem, o, out) for o, out in zip(operands, outs)]
 
 
-def measure_shape(shape: tuple[int, int, int], sms: int, search: bool, rounds: int) -> dict:
-    """One entry of the record: the shape, its plan, and one row per candidate."""
+def measure_shape(shape: tuple[int, int, int], plans: dict[str, Plan], sms: int, search: bool, rounds: int) -> dict:
+    """One entry of the record: the shape, its plan, and one row for each of its :func:`candidates` and, unless in a search, its peers."""
     m, n, k = shape
     problem = Problem("dense", m, n, k)
     sets = bench.input_sets(m, n, k)[:MOST_SETS]
     outs = [torch.empty(m, n, dtype=torch.bfloat16, device="cuda") for _ in sets]
-    plans = candidates(problem, sms) if search else {"library": plan(problem, sms)}
     calls, missing = {name: calls_of(problem, chosen, sets, outs) for name, chosen in plans.items()}, {}
     if not search:
         calls["library, quantising A"] = quantised_calls(problem, plans["library"], sets, outs)
@@ -267,14 +268,13 @@ def main(path: Path, search: bool = False, only: str = "", host: bool = False, l
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     record = {"kind": "search" if search else "library", **report.environment(), "rounds": rounds, "shapes": []}
     timed = [shape for shape in shapes() + (unseen() if search else []) if "x".join(map(str, shape)).startswith(only)]
-    problems = [Problem("dense", *shape) for shape in timed]
-    plans = [(problem, chosen) for problem in problems for chosen in (candidates(problem, sms).values() if search else [plan(problem, sms)])]
-    needed = {kernels.kernel_of(*pair) for pair in plans}
+    plans = {shape: candidates(Problem("dense", *shape), sms, search) for shape in timed}
+    needed = {kernels.kernel_of(Problem("dense", *shape), chosen) for shape, named in plans.items() for chosen in named.values()}
     print(f"compiling {len(needed)} kernels", flush=True)
     compile_all(list(needed))  # of all shapes at once: that keeps every core busy
     with telemetry.Recorder() as recorder:
         for shape in timed:
-            record["shapes"].append(measure_shape(shape, sms, search, rounds) | ({"unseen": True} if shape not in shapes() else {}))
+            record["shapes"].append(measure_shape(shape, plans[shape], sms, search, rounds) | ({"unseen": True} if shape not in shapes() else {}))
             record["telemetry"] = recorder.summary()
             report.save(record, path)  # a run that is cut short leaves what it has measured
             print(line(record["shapes"][-1]), flush=True)

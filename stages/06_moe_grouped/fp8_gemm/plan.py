@@ -44,7 +44,8 @@ BETWEEN_CYCLES = 775
 MULTICAST_SAVES, MULTICAST_S = 0.03, 1.5e-6
 # K split: for handing over; for each output of each part that is sent and added.
 HAND_OVER_CYCLES, SUM_CYCLES = 125, 0.328
-STAYS_BYTES = 40 << 20  # of weights that L2 keeps until tiles on their side read them again, after all others
+# Tiles on their side come after all upright ones, and read the weights again: from HBM where those are more than this, two thirds of L2's 60 MB.
+STAYS_BYTES = 40 << 20
 
 
 class Plan(NamedTuple):
@@ -237,7 +238,8 @@ def _predict(problem: Problem, plan: Plan) -> float:
     weights = groups if problem.kind in ("contiguous", "masked") else 1
     all_outputs = all_tokens * problem.n * (groups if problem.kind == "k_grouped" else 1)
     moved = (all_tokens + weights * problem.n) * problem.k + all_outputs * size * (2 if problem.accumulate else 1)
-    if problem.kind == "dense" and turns(plan, problem) and problem.m > plan.block_x // 2 and problem.n * problem.k > STAYS_BYTES:
+    upright = problem.kind == "dense" and problem.m > plan.block_x // 2  # some tiles are. (Groups' weights were not seen to be read again.)
+    if upright and turns(plan, problem) and problem.n * problem.k > STAYS_BYTES:
         moved += problem.n * problem.k
     drawing = min(1.0, plan.tiles / plan.num_sms / SMS_FOR_FULL_RATE)
     return (MULTICAST_S if sharing else 0) + _together(cycles / CLOCK_HZ, moved / READ_BYTES_PER_S / drawing) + tail / CLOCK_HZ
